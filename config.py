@@ -17,12 +17,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from errors import UserError, reading
+from errors import UserError, reading, regular
 from options import Parser, boolean
 from parallel import schedules, simulation
 from parallel.context import WAYS
 from parallel.layout import number_of_micro_batches
 from parallel.optimizer import RULES
+from parallel.tensor import padded
 from reference import ACTIVATIONS
 
 
@@ -113,7 +114,7 @@ class Config:
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
     stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
-    check_replicas: int = 0  # updates between comparisons of copies (0: once, after the first), and at each save
+    check_replicas: int = 0  # updates between comparisons of copies (always: after the first, and before a save)
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU
     trace: str = ""  # file for the last steps' actions, in Chrome's format
@@ -128,8 +129,7 @@ class Config:
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up to a multiple of 128, fast on tensor cores."""
-        return -(-self.vocab_size // 128) * 128
+        return padded(self.vocab_size)
 
     @property
     def tokens_of_group(self):
@@ -182,7 +182,11 @@ READ_BY = {  # fields that only this model reads
     "model": "activation experts".split(),
     "llama": "num_query_groups ffn_hidden_size rotary_base norm_epsilon untie_embeddings_and_output_weights".split(),
 }
-BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
+BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1}
+BELOW |= {"train_iters": 1e7}  # each update has a rate in a table
+BELOW |= {"num_layers": 1e5, "chunks": 1e5, "pp": 1e5}  # each is an object
+BELOW |= {"micro_batch_size": 1e6}  # `remedy` tries each smaller one
+MOST_MICRO_BATCHES = 1e5  # of an update: each has an action in a schedule
 NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
     "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale "
@@ -227,8 +231,8 @@ def load(words):
 
 def from_file(path):
     with reading(path, Exception):
-        names = runpy.run_path(str(path)).items()
-    words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
+        names = runpy.run_path(str(regular(path))).items()
+        words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
     try:
         return vars(parser().parse_args(words))
     except UserError as error:
@@ -269,7 +273,7 @@ def module_of(c):
     """Return the module of --model. Raises UserError if it has no `units`."""
     module = import_module(c.model)
     if not hasattr(module, "units"):
-        raise UserError(f"model={c.model}: {module.__file__} has no function units(c, tp, ops, cp)")
+        raise UserError(f"model={c.model}: {c.model}.py has no function units(c, tp, ops, cp)")
     return module
 
 
@@ -285,9 +289,20 @@ def layout_of(c):
 
 
 def of_checkpoint(index):
-    """Return a checkpoint's Config. A field that it lacks has its default."""
-    saved = index["config"]
-    return Config(**{name: saved.get(name, default) for name, default in vars(Config()).items()})
+    """Return a checkpoint's Config. A field that it lacks has its default.
+
+    Raises UserError for an impossible value, and for an unknown field with a value other than 0, False, None or "".
+    """
+    saved, fields = index["config"], vars(Config())
+    for name, value in saved.items():
+        kinds = {type(fields.get(name)), int} if type(fields.get(name)) is float else {type(fields.get(name))}
+        if name not in fields and value:
+            raise UserError(f"{name}={value!r:.40}: the checkpoint uses this field, which this program does not have")
+        if name in fields and type(value) not in kinds:
+            raise UserError(f"{name}={value!r:.40}: should be like {fields[name]!r}")
+    config = Config(**fields | {name: saved[name] for name in fields if name in saved})
+    check_values(config)
+    return config
 
 
 def differences(c, index):
@@ -387,12 +402,16 @@ def check_layout(c, world):
     name = "rampup_batch_size: common divisor" if c.rampup_batch_size else "global_batch_size"
     dp = data_ranks // c.cp
     divides("micro_batch_size * dp", c.micro_batch_size * dp, name, batch, remedy(c, batch, dp))
+    most = number_of_micro_batches(c, c.global_batch_size, data_ranks)
+    why = f"makes {most:,} micro-batches in an update; should be at most {MOST_MICRO_BATCHES:,.0f}"
+    require(c, "global_batch_size", most <= MOST_MICRO_BATCHES, why)
     m = number_of_micro_batches(c, batch, data_ranks)
     short = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     if c.schedule in schedules.ASYNCHRONOUS:
         short, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
         why = f"makes {m} micro-batches in an update; pipedream needs 1, pipedream-2bw pp={c.pp} or more"
         require(c, "global_batch_size", fits, why)
+    require(c, "chunks", c.chunks <= c.num_layers + 2, f"should be at most num_layers + 2 = {c.num_layers + 2}")
     parts = max(simulation.build(c.schedule, c.pp, short, c.chunks, m).parts) + 1
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)

@@ -96,7 +96,7 @@ def units(c, tp, ops, cp):
     """Return the units of Llama."""
 
     def table(name):
-        size = c.padded_vocab_size, c.hidden_size
+        size = c.vocab_size, c.hidden_size
         return VocabParallelEmbedding(name, *size, c.init_method_std, tp, c.sequence_parallel, ops)
 
     word = table("word")

@@ -62,6 +62,12 @@ class MicroBatch:
     real_losses: bool = False  # `Executor.real_losses`
     caches: list | None = None  # in generation: past keys and values of each block
 
+    def __setattr__(self, name, value):
+        if name not in self.__dataclass_fields__:
+            why = "with pp the next unit is on another rank, and with recompute a unit runs twice"
+            raise AttributeError(f"batch.{name}: a unit hands on only x: {why}")
+        super().__setattr__(name, value)
+
     def drop(self, seed, site):
         return Drop(self.rows, self.dropout, seed, site) if self.dropout else None
 
@@ -178,9 +184,7 @@ class Head(nn.Module):
 
 def units(c, tp, ops, cp):
     """Return the units of GPT-2. `llama.py`, or your own file, has this function, too."""
-    word = VocabParallelEmbedding(
-        "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
-    )
+    word = VocabParallelEmbedding("word", c.vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops)
     blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
     head = Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)
     return [Embedding(c, word, ops), *blocks, head]

@@ -141,6 +141,12 @@ def test_each_option_of_the_how_tos_is_accepted_or_answered(words, monkeypatch):
         assert named <= known and re.match(r"(use|put) .*(--|prepare\.py)|not needed:", answer), (flag, answer)
 
 
+def test_the_7b_run_has_the_optimizer_of_the_articles_script():
+    """Megatron-DeepSpeed does not use the JSON's betas, and the script leaves Megatron's default."""
+    c = configuration.load(["configs/gpt2_7b.py"])
+    assert (c.adam_beta1, c.adam_beta2) == (0.9, 0.999)
+
+
 # Options of Megatron-LM, of DeepSpeed's JSON file, of torchtitan, nanotron, NeMo and nanoGPT.
 OTHERS = """attention-dropout num-workers qk-layernorm group-query-attention train-data-path
 valid-data-path test-data-path ckpt-format no-load-rng no-load-optim no-save-rng full-validation
@@ -193,6 +199,7 @@ ANSWERS = {
     "parallelism.data_parallel_replicate_degree": "use --zero_copies",
     "tokens.train_steps": "use --train_iters",
     "scheduler": "use --lr_decay_style",
+    "lr-wsd-decay-style": "not built: wsd falls linearly",  # Megatron-LM has four styles
     "n_embd": "use --hidden_size",
 }
 
@@ -242,6 +249,7 @@ def test_a_pasted_command_is_answered_flag_by_flag():
         ("num_layers = 2.0", "argument --num_layers: invalid int value: '2.0'"),
         ("raise ValueError('x')", "ValueError: x"),
         ("lr = \n", "line 1"),
+        ("lr = 10**5000", "ValueError: Exceeds the limit"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path, text, message):
@@ -274,6 +282,11 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(train_iters=0), "train_iters=0: should be above 0"),
         (1, dict(lr=float("nan")), "lr=nan: should be"),
         (1, dict(num_layers=0), "num_layers=0: should be above 0"),
+        (1, dict(num_layers=2**31), "num_layers=2147483648: should be above 0 and below 100000"),
+        (1, dict(chunks=10**9, schedule="interleaved"), "chunks=1000000000: should be above 0 and below 100000"),
+        (1, dict(chunks=99, schedule="interleaved"), "chunks=99: should be at most num_layers + 2 = 6"),
+        (1, dict(micro_batch_size=10**12), "micro_batch_size=1000000000000: should be above 0 and below 1e+06"),
+        (1, dict(global_batch_size=8 * 10**9), "global_batch_size=8000000000: makes 1,000,000,000 micro-batches in an"),
         (1, dict(train_iters=9 * 10**9), "train_iters=9000000000: should be 0 or more and below 1e+07"),
         (
             1,
@@ -381,6 +394,8 @@ def test_a_restart_of_torchrun_does_not_repeat_a_mistake(monkeypatch, tmp_path):
         if not ends:
             errors.report_error(UserError("tp=3"), code=code)
     assert "error: tp=3" in path.read_text()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path.rename(tmp_path / "set_by_hand")))  # not of an attempt
+    assert subprocess.run([sys.executable, "-c", "import errors"], cwd=HERE).returncode == 0
 
 
 def end_of(tmp_path, line="pass", redirection="", **environment):

@@ -149,6 +149,14 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_a_unit_hands_on_x_alone(run):
+    """A tensor in the micro-batch would reach the next unit on one process only."""
+    batch = next(tiny_batches(run))
+    with pytest.raises(AttributeError, match=r"batch\.v0: a unit hands on only x: with pp the next unit is on another"):
+        batch.v0 = batch.ids
+    batch.caches = []
+
+
 @pytest.mark.parametrize(
     "fields", [dict(dropout=0.1), dict(recompute="full"), dict(dtype="bf16", clip_grad=0.0)], ids=str
 )

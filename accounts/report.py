@@ -23,7 +23,7 @@ def watching(run, say):
     with contextlib.ExitStack() as stack:
         times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
         if c.profile:
-            stack.enter_context(profile.profiling(run))
+            stack.enter_context(profile.profiling(run, say))
         activations = stack.enter_context(meter.Activations(run.executor)) if c.ledger else None
         yield
     if c.ledger and run.steps:
@@ -78,8 +78,8 @@ def waited_table(sent, steps, times):
     return f"waited per step by rank 0\n{aligned(rows, 4)}"
 
 
-def kept_table(who, layout, rank, columns):
-    """Return as text the bytes that pipeline rank `rank` keeps. columns: {title: a table of `memory.predict_kept`}."""
+def kept_table(who, layout, rank, columns, tp_rank=0):
+    """Return as text the bytes that one pipeline and tp rank keeps. columns: {title: a `memory.predict_kept`}."""
     first, *_ = columns.values()
     states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
@@ -87,7 +87,7 @@ def kept_table(who, layout, rank, columns):
     for what, names in parts.items():
         sums = [sum_of([table.get(name) for name in names]) for table in columns.values()]
         rows.append((what, *map(number, sums), "-" if sums[0] is None else f"{float(sums[0]) / stored:.2f}"))
-    end = f"P = {stored:,} parameters as stored, {layout.padding(rank):,} of them padding"
+    end = f"P = {stored:,} parameters as stored, {layout.padding(rank, tp_rank):,} of them padding"
     return f"kept by {who}\n{aligned(rows, 1)}\n{end}"
 
 

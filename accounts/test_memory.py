@@ -114,14 +114,19 @@ def test_model_states_of_copies_equal_the_formulas(workers):
 
 
 def test_padding_is_that_counted_by_hand():
-    """By hand. h = 32, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
+    """By hand. h = 32, v = 128, s = 8: every parameter has a multiple of 16 elements, so only the word table's last 28
+    rows are padding: with tp=2 those of rank 1, with tp=8 12 rows of rank 6 and all 16 of rank 7.
+    """
     run, _ = started(tiny_config(1))
-    assert run.layout.padding(0) == 0
+    assert run.layout.padding(0) == 28 * 32
+    (word,) = run.layout.all_buckets["word"].specs
+    assert [word.local_padding(rank, 2) for rank in range(2)] == [0, 28 * 32]
+    assert [word.local_padding(rank, 8) // 32 for rank in range(8)] == [0] * 6 + [12, 16]
     assert run.layout.stored(0) == 128 * 32 + 8 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # counted from model.py
     # h = 8: in a block, four LayerNorm vectors and two biases are padded from 8 to 16, and qkv's bias from 24 to 32.
     # In the head, two LayerNorm vectors are padded from 8 to 16.
     run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
-    assert run.layout.padding(0) == 2 * (6 * 8 + 8) + 2 * 8
+    assert run.layout.padding(0) == 2 * (6 * 8 + 8) + 2 * 8 + 28 * 8
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -345,4 +350,4 @@ def test_the_report_shows_counted_bytes_and_ends_with_the_measured_peak(monkeypa
     assert cells["gradients"][-1] == "4.00"
     assert cells[memory.PEAK][:2] == [f"{account.peak:,}"] * 2
     assert "the model states and 2,500,000 bytes" in lines[-1]
-    assert lines[-2] == f"P = {elements:,} parameters as stored, 0 of them padding"
+    assert lines[-2] == f"P = {elements:,} parameters as stored, 896 of them padding"

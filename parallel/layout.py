@@ -179,8 +179,11 @@ class Layout:
         """Return P, the elements of a pipeline rank's buckets, with padding."""
         return sum(bucket.size for bucket in self.buckets(rank).values())
 
-    def padding(self, rank):
-        return sum(bucket.size - sum(bucket.lengths) for bucket in self.buckets(rank).values())
+    def padding(self, rank, tp_rank=0):
+        """Return how many of these are padding: of the buffers, and rows of a table that no token uses."""
+        buckets, tp = self.buckets(rank).values(), self.config.tp
+        rows = sum(spec.local_padding(tp_rank, tp) for bucket in buckets for spec in bucket.specs)
+        return rows + sum(bucket.size - sum(bucket.lengths) for bucket in buckets)
 
     def passes(self, schedule, rank):
         """Return {bucket name: gradients for an update}: one for each micro-batch and chunk that uses the bucket."""

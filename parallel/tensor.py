@@ -41,6 +41,7 @@ parallelism 10 bsh (t-1)/t in 10 all_gathers and reduce_scatters (`accounts/ledg
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ class ParamSpec:
     mean: float = 0.0
     partial: bool = False  # whole, but inside a pair (QK-norm): a rank has part of its gradient
     matrix: bool = False  # Muon updates it as a matrix, or as several
+    padding: int = 0  # last rows that no token uses: 0 at the start, so always 0 (LAMB counts their norm)
 
     @property
     def bucket(self):
@@ -80,13 +82,22 @@ class ParamSpec:
         """Return this rank's slice of the whole tensor (a view)."""
         return whole if self.tp_dim is None else whole.chunk(axis.size, self.tp_dim)[axis.rank]
 
+    def local_padding(self, rank, t):
+        """Return how many elements of a rank's part lie in the rows of padding."""
+        rows, *rest = self.local_shape(t)
+        begin = rank * rows if self.tp_dim == 0 else 0
+        used = self.shape[0] - self.padding
+        return (rows - min(max(used - begin, 0), rows)) * math.prod(rest)
+
     def initial(self, seed):
         """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) alone."""
         if not self.std:
             return torch.full(self.shape, self.mean)
         digest = hashlib.blake2b(f"{seed} {self.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.randn(self.shape, generator=generator).mul_(self.std).add_(self.mean)
+        whole = torch.randn(self.shape, generator=generator).mul_(self.std).add_(self.mean)
+        whole[self.shape[0] - self.padding :] = 0
+        return whole
 
 
 def specs(unit):
@@ -259,12 +270,18 @@ class EmbeddingLookup(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def padded(vocab_size):
+    """Return the number of rows of a word table: a multiple of 128, fast on tensor cores."""
+    return -(-vocab_size // 128) * 128
+
+
 class VocabParallelEmbedding(nn.Module):
     """ids [n] -> [n or n/t, h]."""
 
     def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel, ops):
         super().__init__()
-        self.weight = ParamSpec(f"{name}.weight", (vocab_size, hidden_size), 0, True, std)
+        rows = padded(vocab_size)
+        self.weight = ParamSpec(f"{name}.weight", (rows, hidden_size), 0, True, std, padding=rows - vocab_size)
         self.tp, self.leave, self.ops = tp, "reduce_scatter" if sequence_parallel else "all_reduce", ops
 
     def forward(self, ids):

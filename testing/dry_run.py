@@ -58,7 +58,7 @@ def show(config, gpus, rank):
             f"{c.dtype}; {c.schedule} with {run.schedule.microbatches} micro-batches, zero={c.zero}. "
             "No number was computed.\n"
         )
-        tables = report.sent_table(who, run.layout, sent), report.kept_table(who, run.layout, pp, kept)
+        tables = report.sent_table(who, run.layout, sent), report.kept_table(who, run.layout, pp, kept, mesh.tp.rank)
         print(*tables, sep="\n\n", end="\n\n")
     if wrong := differences(sent, kept):
         sys.exit("\n".join(wrong))
