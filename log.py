@@ -22,10 +22,12 @@ from tqdm import tqdm
 from accounts.devices import peak_tflops
 from accounts.flops import hardware_flops, model_flops
 from accounts.meter import max_resident
-from accounts.metrics import keep_rows, to_json
+from accounts.metrics import keep_rows, set_aside, to_json
 from errors import agreed, explained, reading
 from parallel.comm import all_reduce
 from parallel.watch import Tool
+from recovery import checkpoint
+from recovery.replicas import APART
 
 # --- where a step's time goes -----------------------------------------------------------------------------------------
 
@@ -84,6 +86,7 @@ class StepNumbers(NamedTuple):
     lr: float
     skipped: bool  # a gradient overflowed on some rank, or the norm is above skip_norm
     stop: bool  # some rank received a signal: all ranks save and stop
+    apart: bool  # before this step the ranks had made different numbers of updates
     loss_scale: float
     samples: int  # global batch size
 
@@ -92,7 +95,7 @@ class PendingStep:
     """An update that the device may still be computing."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """numbers: the first five fields of `StepNumbers`, float64, on the device."""
+        """numbers: the first six fields of `StepNumbers`, float64, on the device."""
         self.host_fields = loss_scale, samples
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
@@ -101,8 +104,8 @@ class PendingStep:
         """Wait for the device. Return the `StepNumbers`."""
         if self.copied:
             self.copied.synchronize()
-        loss, grad_norm, lr, skipped, stop = self.numbers.tolist()
-        return StepNumbers(loss, grad_norm, lr, skipped > 0, stop > 0, *self.host_fields)
+        loss, grad_norm, lr, *flags = self.numbers.tolist()
+        return StepNumbers(loss, grad_norm, lr, *(flag > 0 for flag in flags), *self.host_fields)
 
 
 class Interval:
@@ -137,10 +140,12 @@ class Interval:
         """Wait for the unread steps, and move them to `steps`. last: no step follows.
 
         Raises UserError on all ranks after `stop_after_nan` losses in a row that are not finite, after as many skipped
-        updates, or after one such loss in the last step.
+        updates, after one such loss in the last step, or if the ranks have made different numbers of updates.
         """
         c = self.run.config
         for step in (pending.read() for pending in self.unread):
+            if step.apart:
+                raise agreed(f"up to iteration {self.run.counters.iteration} {APART}")
             self.steps.append(step)
             self.stop |= step.stop
             self.updated |= not step.skipped
@@ -281,9 +286,9 @@ def memory_line(iteration, device):
 
 
 class Logger:
-    """Writes the log on rank 0. Raises UserError if a file can't be written."""
+    """Writes the log on rank 0. Raises UserError if a file can't be written. path: the run's checkpoint, or None."""
 
-    def __init__(self, run):
+    def __init__(self, run, path):
         self.run, self.first = run, run.mesh.rank == 0
         self.has_memory_line = False
         if not self.first:
@@ -291,10 +296,14 @@ class Logger:
         c, iteration = run.config, run.counters.iteration
         self.plots = plot_writers(c, iteration)
         self.path = Path(c.out_dir, "metrics.jsonl")
+        goes_on = path and iteration > 0 and Path(path).parent.resolve() == self.path.parent.resolve()
         with explained(self.path):
+            kept = None if goes_on or checkpoint.restarted() else set_aside(self.path)
             keep_rows(self.path, iteration)
         # disable=None: no bar where stderr is not a terminal.
         self.bar = tqdm(total=c.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
+        if kept:
+            self.say(f"the rows of the run before are in {kept}")
 
     def say(self, text):
         if self.first:

@@ -19,14 +19,14 @@ from accounts.metrics import read_metrics
 from config import Config
 from errors import UserError
 
-STEP = log.StepNumbers(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
+STEP = log.StepNumbers(1 / 3, 0.1, 1e-3, skipped=False, stop=False, apart=False, loss_scale=1.0, samples=50)
 
 
 class Ready(log.PendingStep):
     """A `PendingStep` of given numbers."""
 
     def __init__(self, step):
-        super().__init__(torch.tensor(step[:5], dtype=torch.float64), step.loss_scale, step.samples)
+        super().__init__(torch.tensor(step[:6], dtype=torch.float64), step.loss_scale, step.samples)
 
 
 class Clock:
@@ -105,7 +105,9 @@ def published_row(printed):
     least = max(ms - 0.05, 1000 * batch / (per_second + 0.0005))
     most = min(ms + 0.05, 1000 * batch / (per_second - 0.0005))
     assert least < most
-    steps = [log.StepNumbers(loss, norm, lr, i < int(printed["skipped"]), False, scale, batch) for i in range(100)]
+    steps = [
+        log.StepNumbers(loss, norm, lr, i < int(printed["skipped"]), False, False, scale, batch) for i in range(100)
+    ]
     run = run_of(GPT2_345M, world=gpus, iteration=iteration, consumed=iteration * batch)
     return log.metrics_row(run, steps, 100, (least + most) / 2 / 10)
 
@@ -224,18 +226,20 @@ def test_a_row_has_the_mean_of_the_finite_losses_and_the_last_step_s_other_numbe
 
 
 def test_a_pending_step_has_the_numbers_of_the_step():
-    step = log.PendingStep(torch.tensor([2.5, 0.75, 1e-3, 0.0, 1.0], dtype=torch.float64), 1024.0, 48).read()
-    assert step == log.StepNumbers(2.5, 0.75, 1e-3, skipped=False, stop=True, loss_scale=1024.0, samples=48)
+    step = log.PendingStep(torch.tensor([2.5, 0.75, 1e-3, 0.0, 1.0, 0.0], dtype=torch.float64), 1024.0, 48).read()
+    assert step == log.StepNumbers(
+        2.5, 0.75, 1e-3, skipped=False, stop=True, apart=False, loss_scale=1024.0, samples=48
+    )
     assert type(step.skipped) is type(step.stop) is bool
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_pending_step_waits_for_a_real_gpu():
-    late, numbers = torch.ones(5, device="cuda").double(), torch.zeros(5, dtype=torch.float64, device="cuda")
+    late, numbers = torch.ones(6, device="cuda").double(), torch.zeros(6, dtype=torch.float64, device="cuda")
     log.PendingStep(numbers, 1.0, 2).read()  # allocates pinned memory
     torch.cuda._sleep(10**8)
     numbers.copy_(late)
-    assert log.PendingStep(numbers, 1.0, 2).read() == (1.0, 1.0, 1.0, True, True, 1.0, 2)
+    assert log.PendingStep(numbers, 1.0, 2).read() == (1.0, 1.0, 1.0, True, True, True, 1.0, 2)
 
 
 def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
@@ -292,6 +296,12 @@ def test_losses_that_are_not_finite_stop_the_run_and_every_save():
         patient.add([nan])
 
 
+def test_ranks_with_different_numbers_of_updates_stop_the_run():
+    with pytest.raises(UserError, match="the ranks have made different numbers of updates") as caught:
+        log.Interval(run_of(), print).add([Ready(STEP._replace(apart=True))])
+    assert caught.value.agreed, "every rank would print the line"
+
+
 SKIPPED = STEP._replace(grad_norm=math.nan, skipped=True)
 
 
@@ -344,9 +354,9 @@ def row_of(iteration=10, loss=1 / 3, **changes):
     return row | {"timers_ms": {"forward-compute": 100.0, "optimizer": 2 / 3}} | changes
 
 
-def logged(config, *rows, **run):
-    """Write rows with a Logger. Return those of metrics.jsonl."""
-    logger = log.Logger(run_of(config, **run))
+def logged(config, *rows, path="", **run):
+    """Write rows with a Logger, by default of a run that goes on. Return those of metrics.jsonl."""
+    logger = log.Logger(run_of(config, **run), path or Path(config.out_dir, "step_1"))
     for row in rows:
         logger.log(dict(row))
     logger.close()
@@ -373,6 +383,24 @@ def test_a_resumed_run_leaves_one_row_of_an_iteration_in_the_file(config):
     assert [(row["iteration"], row["lm_loss"]) for row in rows] == [(10, 5.0), (20, 4.5), (30, 3.5)]
 
 
+def test_a_new_run_keeps_the_rows_of_an_older_one(config, monkeypatch, capsys):
+    """They get the next free number, also if the new run begins with another folder's checkpoint."""
+    begun = dict(iteration=0), dict(iteration=10, path="elsewhere/step_10"), dict(iteration=0)
+    for number, run in enumerate(begun):
+        assert list(logged(config, row_of(20 + number), **run)) == [20 + number]
+    kept = [list(read_metrics(Path(config.out_dir, f"metrics.{k}.jsonl"))) for k in (1, 2)]
+    assert kept == [[20], [21]] and "run before are in" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # the same run, started again before its first checkpoint
+    assert not logged(config, iteration=0) and len([*Path(config.out_dir).glob("metrics.*")]) == 3
+
+
+def test_a_line_that_no_run_has_written_is_left_out(config):
+    good = log.to_json(row_of(10))
+    bad = '{"iteration": 11, "timers_ms": {"a": Infinity}}', "[" * 100_000
+    Path(config.out_dir, "metrics.jsonl").write_text("\n".join([good, *bad, ""]))
+    assert list(logged(config, row_of(20), iteration=15)) == [10, 20]
+
+
 @pytest.mark.parametrize("kept", [1, 17, -2, -1])
 def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(config, kept):
     logged(config, row_of(10), row_of(20))
@@ -385,7 +413,7 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(config, kep
 
 
 def test_a_folder_that_vanishes_during_a_run_is_noticed_at_the_next_line(config):
-    logger = log.Logger(run_of(config))
+    logger = log.Logger(run_of(config), None)
     logger.log(row_of(10))
     shutil.rmtree(config.out_dir)
     with pytest.raises(UserError, match=r"metrics\.jsonl: No such file or directory"):
@@ -404,7 +432,7 @@ class Terminal(io.StringIO):
 def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     """The memory is shown once. The bar goes to stderr."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    logger, rows = log.Logger(run_of(config, iteration=0)), [row_of(10), row_of(20), row_of(30)]
+    logger, rows = log.Logger(run_of(config, iteration=0), None), [row_of(10), row_of(20), row_of(30)]
     validation = {"validation_loss": 2.0, "validation_loss/en": 1.0, "validation_loss/ja": 4.0}
     rows[1] |= validation
     rows[2] |= {"consumed_tokens/en": 2000, "epochs/en": 0.5, "consumed_tokens/ja": 9, "epochs/ja": 2.0}
@@ -449,7 +477,7 @@ def test_tensorboard_gets_the_numbers_of_each_row(config, monkeypatch):
     fake.SummaryWriter = lambda *_, **__: os.mkdir("/dev/null/runs")
     config.tensorboard = "/dev/null/runs"
     with pytest.raises(UserError, match=r"^tensorboard=/dev/null/runs: "):
-        log.Logger(run_of(config))
+        log.Logger(run_of(config), None)
 
 
 def test_wandb_gets_the_configuration_and_each_row(config, monkeypatch):
@@ -463,4 +491,4 @@ def test_wandb_gets_the_configuration_and_each_row(config, monkeypatch):
     assert calls[0]["config"]["hidden_size"] == 128 and calls[1][0]["lm_loss"] == 1 / 3 and calls[1][1] == 10
     fake.init = lambda **settings: exec("raise RuntimeError('No API key configured')")
     with pytest.raises(UserError, match=r"^wandb=lecture: .*No API key configured"):
-        log.Logger(run_of(config))
+        log.Logger(run_of(config), None)

@@ -9,6 +9,7 @@ needs no random state.
 
 from errors import agreed, exit_on_user_error  # isort: skip
 import contextlib
+import faulthandler
 import itertools
 import math
 import sys
@@ -62,11 +63,13 @@ def train_step(run, batches):
         zero.finish()
 
     with mesh.watch("update"):
-        # One all_reduce gives every rank the loss, the squared norm, and whether a rank shall stop.
+        # One all_reduce gives every rank the loss, the squared norm, whether a rank shall stop, and the updates so far.
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
-        sums = torch.stack([loss, zero.squared_norm(), stop])
-        loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
+        sums = torch.stack([loss, zero.squared_norm(), stop, zero.updates.double()])
+        loss, squared_norm, stop, updates = all_reduce(sums, mesh.world, "scalars").wait()
+        # Numbers that differ by 1 differ from their mean on every rank, so all ranks see it in the same step.
+        apart = updates != mesh.world.size * zero.updates
 
         # With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
         norm = squared_norm.sqrt() / scale
@@ -77,7 +80,7 @@ def train_step(run, batches):
         lr = run.rates.take(zero.updates)  # unlike run.rates[...], it does not wait for the GPU
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
-        pending = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
+        pending = PendingStep(torch.stack([loss, norm, lr, skip, stop, apart]), scale, samples)
         if run.loss_scale.dynamic:  # fp16: the next step's scale depends on this step's overflow
             run.loss_scale.update(not math.isfinite(pending.read().grad_norm))
 
@@ -106,9 +109,11 @@ def train_call(run, batches):
     with mesh.watch("update"):
         losses = share * losses if mesh.tp.rank == 0 else 0 * losses
         stop = losses.new_full((1,), float(run.signals.stop))
-        sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
-        losses, squares, stop = sums.split([n, n, 1])
-        numbers = torch.stack([losses, squares.sqrt(), rates, 0 * rates, stop.expand(n)], dim=1).cpu()
+        sums = torch.cat([losses, squares, stop, zero.updates.double()[None]])
+        losses, squares, stop, updates = all_reduce(sums, mesh.world, "scalars").wait().split([n, n, 1, 1])
+        apart = updates != mesh.world.size * zero.updates
+        columns = losses, squares.sqrt(), rates, 0 * rates, stop.expand(n), apart.expand(n)
+        numbers = torch.stack(columns, dim=1).cpu()
     for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
         if not math.isfinite(norm):
             advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
@@ -143,6 +148,7 @@ def evaluate(run, tokens):
 
 def validate(run, mixture):
     """Return {"validation_loss": mean by weight, "validation_loss/NAME": of a set, if several}."""
+    agree(run.mesh.world, mixture.check_sizes)
     losses = {name: evaluate(run, tokens) for name, tokens in mixture.sets.items()}
     each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
     return {"validation_loss": mixture.mean(losses)} | (each if len(each) > 1 else {})
@@ -175,7 +181,9 @@ def train(run, tokens, validation, logger):
             # A checkpoint of nan would be useless. Skipped updates change no weight, but the weights before them may
             # be the cause: saves between them would soon replace all good checkpoints.
             saving = due(c.save_interval) and not interval.bad_losses and (last or not interval.bad_gradients)
-            if (due(c.check_replicas) or saving) if c.check_replicas else (first and interval.updated):
+            if saving:
+                agree(run.mesh.world, tokens.check_sizes)
+            if due(c.check_replicas) or saving or (first and interval.updated):
                 with interval.paused():
                     replicas.compare_copies(run.zero, counters.iteration)
                 first = False
@@ -319,7 +327,7 @@ def run_training(config, mesh, device):
             if mesh.rank == 0:
                 print(validation_lines(run.counters.iteration, losses, config.split), flush=True)
             return
-        logger = agree(mesh.world, lambda: Logger(run))
+        logger = agree(mesh.world, lambda: Logger(run, path))
         stack.callback(logger.close)
         stack.enter_context(report.watching(run, logger.say))
         run.signals.watch(stack)
@@ -332,6 +340,7 @@ def main():
     """Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of
     the user, or if torchrun died.
     """
+    faulthandler.enable()  # a signal such as SIGBUS (a data file became shorter) prints where each thread was
     device = processes.join_processes()
     world = everyone()
 

@@ -1,5 +1,6 @@
 """metrics.jsonl: one line of JSON for each logged iteration."""
 
+import itertools
 import json
 import math
 from contextlib import suppress
@@ -16,12 +17,23 @@ def read_metrics(path):
     """Return {iteration: row} of a metrics.jsonl. A line that a crash cut off, or that is no row, is skipped."""
     rows = {}
     for line in Path(path).read_bytes().splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line, parse_constant=not_json)
             if isinstance(row, dict) and isinstance(row.get("iteration"), int):
                 row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
                 rows[row["iteration"]] = row
     return rows
+
+
+def not_json(constant):
+    raise ValueError(f"{constant} is no JSON")
+
+
+def set_aside(path):
+    """Rename a metrics.jsonl with rows to metrics.1.jsonl, or the next free number. Return the new path, or None."""
+    if path.exists() and read_metrics(path):
+        names = (path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
+        return path.rename(next(name for name in names if not name.exists()))
 
 
 def keep_rows(path, iteration):

@@ -1,7 +1,7 @@
 """Compares copies: several ranks keep the same numbers, which must be equal bit for bit.
 
-A run compares once, after its first update, or with --check_replicas=N every N updates and at each
-save. A changed model, a defective memory, a lost update or a wrong kernel can make these copies differ:
+A run compares after its first update and before each save, and with --check_replicas=N every N
+updates. A changed model, a defective memory, a lost update or a wrong kernel can make these copies differ:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                data ranks
@@ -22,6 +22,7 @@ from parallel.layout import ALIGN
 WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
 ROUNDING = 1e-4  # of a gradient's norm
 PARTIAL = " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model)"
+APART = "the ranks have made different numbers of updates: a rank has decided alone; nothing is saved"
 
 
 def fingerprint(flat):
@@ -83,7 +84,9 @@ def differing_copies(zero):
 
 
 def compare_copies(zero, iteration):
-    """Raise UserError if two copies differ. Every rank calls this between two steps."""
+    """Raise UserError if copies, or the ranks' numbers of updates, differ. Every rank calls this between two steps."""
+    if len({*gather_objects(zero.updates.item(), zero.mesh.world)}) > 1:
+        raise agreed(f"up to iteration {iteration} {APART}")
     for names in gather_objects([name for name, distance in zero.unequal if distance > ROUNDING], zero.mesh.world):
         if names:
             text = f"up to iteration {iteration} gradients of {names[0]} that should be equal on all tp ranks differ"

@@ -1,4 +1,4 @@
-"""Tests that --check_replicas names copies that differ, and stops the run before its next save."""
+"""Tests that a run names copies that differ, and stops before its next save."""
 
 import re
 from unittest import mock
@@ -11,7 +11,7 @@ from accounts.metrics import read_metrics
 from config import check
 from errors import UserError
 from parallel.mesh import Mesh
-from parallel.zero import Bucket
+from parallel.zero import Bucket, Zero
 from recovery import checkpoint, replicas
 from testing.tiny import built, configured, fails, go, tiny_batches, tiny_config
 
@@ -104,28 +104,45 @@ def test_copies_stay_equal_if_tp_ranks_sum_over_dp_in_another_order(workers, lay
     assert workers.run(6, said_after_other_rounding, config) == [None] * 6
 
 
-@pytest.mark.parametrize("every, save_interval, found, saved", [(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, None, [8, 10])])
+@pytest.mark.parametrize("every, save_interval, found, saved", [(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, 8, [4])])
 def test_a_run_stops_before_it_saves_different_copies(
     workers, tokens_dir, tmp_path, every, save_interval, found, saved
 ):
-    """A run with check_replicas also compares before each save."""
     fields = dict(check_replicas=every, save_interval=save_interval, dtype="fp64", log_interval=50)
     config = configured(tmp_path, tokens_dir, **fields)
     for said in workers.run(2, train_with_damage, config, 5 if every == 2 else 6):
-        if found is None:
-            assert said is None
-        else:
-            what = f"after iteration {found} copies differ: block0.qkv.weight"  # or only its moment
-            where = r"( \(moment 0\))?: ranks \[0\] and ranks \[1\]; nothing is saved"
-            assert re.fullmatch(what + where, said), said
+        what = f"after iteration {found} copies differ: block0.qkv.weight"  # or only its moment
+        where = r"( \(moment 0\))?: ranks \[0\] and ranks \[1\]; nothing is saved"
+        assert re.fullmatch(what + where, said), said
     assert checkpoint.all_steps(tmp_path) == saved
 
 
-def test_a_run_compares_once_after_the_first_update_that_it_has_read(tokens_dir, tmp_path):
+def train_with_a_skip(config, iteration):
+    """Rank 1 alone skips the update of an iteration. Return the message or None."""
+    update = Zero.update
+
+    def skipping(zero, scalars):
+        skip = zero.updates == iteration - 1 and zero.mesh.rank == 1
+        update(zero, scalars._replace(skip=scalars.skip | skip))
+
+    with mock.patch.object(Zero, "update", skipping):
+        return fails(config)
+
+
+@pytest.mark.parametrize("iteration, zero, found", [(5, 0, 6), (5, 1, 6), (7, 2, 8), (8, 1, 8), (10, 3, 10)])
+def test_a_run_stops_if_a_rank_decides_alone_about_an_update(workers, tokens_dir, tmp_path, iteration, zero, found):
+    """The next step finds it, or the next save (iterations 4, 8 and 10). With zero=1 no copies could differ."""
+    config = configured(tmp_path, tokens_dir, zero=zero, save_interval=4, dtype="fp64", log_interval=50)
+    for said in workers.run(2, train_with_a_skip, config, iteration):
+        assert said and said.startswith(f"up to iteration {found} the ranks have made different numbers of upd"), said
+    assert checkpoint.all_steps(tmp_path) == ([4] if found < 10 else [4, 8])
+
+
+def test_a_run_compares_after_the_first_update_that_it_has_read_and_before_a_save(tokens_dir, tmp_path):
     """fp16's first steps are skipped, because its loss scale begins too large."""
     compared = []
     config = configured(tmp_path, tokens_dir, dtype="fp16", initial_loss_scale=2.0**26, hysteresis=1)
     with mock.patch.object(replicas, "compare_copies", lambda zero, iteration: compared.append(iteration)):
         go(config)
     skipped = [row["skipped_iterations"] for row in read_metrics(tmp_path / "metrics.jsonl").values()]
-    assert skipped[0] and compared == [skipped.index(0) + 1], (compared, skipped)
+    assert skipped[0] and compared == [skipped.index(0) + 1, len(skipped)], (compared, skipped)
