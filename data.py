@@ -44,7 +44,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError, reading
+from errors import UserError, reading, regular, whole_number
 
 # -- the shuffle
 
@@ -115,14 +115,18 @@ class Tokens:
         if not Path(data_dir, "meta.json").exists():
             raise UserError(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}")
         with reading(f"data_dir={data_dir}: damaged; create it again with: {command}"):
-            self.meta = json.loads(Path(data_dir, "meta.json").read_text("utf-8"))
-            num_tokens, ids = int(self.meta["tokens"][split]), self.meta["vocab_size"]
-            tokenizer = self.meta["tokenizer"]
+            self.meta = json.loads(regular(Path(data_dir, "meta.json")).read_text("utf-8"))
+            num_tokens = whole_number(self.meta["tokens"], split)
+            ids, tokenizer = whole_number(self.meta, "vocab_size", 1), self.meta["tokenizer"]
+            whole_number(self.meta, "eot_id", most=ids - 1)
+            if type(tokenizer) is not str:
+                raise ValueError(f"tokenizer is {tokenizer!r:.40}")
             self.num_samples = (num_tokens - 1) // seq_length
             if self.num_samples < 1:
                 size = f"{num_tokens} tokens; a sample needs {seq_length + 1}"
                 raise NoSample(f"seq_length={seq_length}: {self.path}: {size}")
-            self.tokens = map_tokens(self.path, TOKEN_DTYPES[self.meta["dtype"]])
+            self.mapped = map_file(self.path)
+            self.tokens = np.frombuffer(self.mapped, TOKEN_DTYPES[self.meta["dtype"]])  # [num_tokens], read-only
             if len(self.tokens) != num_tokens:
                 raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {num_tokens:,}")
             if ids > vocab_size:
@@ -147,13 +151,13 @@ class Tokens:
             raise UserError(f"{self.path}: the id {ids.max()} is not in the vocabulary; prepare the data again")
 
 
-def map_tokens(path, dtype):
-    """Map the file as a read-only array of `dtype`, [num_tokens]."""
-    with open(path, "rb") as file:
+def map_file(path):
+    """Map a file, read-only."""
+    with open(regular(path), "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # No read-ahead: shuffled samples are not read in the order of the file (2,000 samples: 12 MB instead of 1 GB).
     mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, dtype)
+    return mapped
 
 
 PAGES = 64  # of 4096 bytes
@@ -283,6 +287,13 @@ class Mixture:
             if (mine := which == k).any():
                 rows[torch.from_numpy(mine)] = tokens.batch(inside[mine], seed)
         return rows
+
+    def check_sizes(self):
+        """Raise UserError if a file has become shorter: to read beyond its end would end the process (SIGBUS)."""
+        for tokens in self.sets.values():
+            size, right = tokens.mapped.size(), tokens.tokens.nbytes
+            if size < right:
+                raise UserError(f"{tokens.path}: has {size:,} bytes, and had {right:,} when the run began")
 
     def progress(self, consumed_samples):
         """Return the entries of a row of metrics.jsonl: tokens and epochs of each of several sets."""

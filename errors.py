@@ -50,6 +50,21 @@ def explained(what):
     return reading(what, wrong=(OSError,))
 
 
+def regular(path):
+    """Return `path`. Raises UserError for a pipe or a device: its bytes may never come, or never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path}: should be a file, not a folder, a pipe or a device")
+    return path
+
+
+def whole_number(table, name, least=0, most=10**13):
+    """Return table[name], read from a file. Raises ValueError unless it is a whole number from `least` to `most`."""
+    value = table[name]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.40}; should be a whole number, {least:,} to {most:,}")
+    return value
+
+
 @contextlib.contextmanager
 def locked(path, message):
     """Hold the lock of the file `path` in the block. Raises UserError(message) if another process holds it."""
@@ -102,6 +117,8 @@ def end_if_repeated():
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     last_path = path.replace(f"attempt_{start}", f"attempt_{start - 1}")
+    if last_path == path:  # set by hand, not by torchrun
+        return
     with contextlib.suppress(OSError, ValueError, LookupError), open(last_path, encoding="utf-8") as file:
         if json.load(file)["message"]["errorCode"] == 2:
             os.rename(last_path, path)

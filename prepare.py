@@ -25,7 +25,7 @@ The files grow in DIR.part, which is renamed to DIR at the end. After a crash, t
 finished blocks again, without encoding them.
 """
 
-from errors import UserError, exit_on_user_error, explained, locked, reading  # isort: skip
+from errors import UserError, exit_on_user_error, explained, locked, reading, regular  # isort: skip
 from options import Parser, within  # isort: skip
 import bisect
 import codecs
@@ -416,7 +416,7 @@ def main():
 
 def describe(files):
     """Return the number of files, their bytes, and a hash of their paths, sizes and modification times."""
-    stats = [(os.path.abspath(path), os.stat(path)) for path in files]
+    stats = [(os.path.abspath(path), os.stat(regular(path))) for path in files]
     text = "".join(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return {"files": len(files), "bytes": sum(stat.st_size for _, stat in stats), "hash": digest}

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
+from data import Mixture, Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
 from errors import UserError
 
 LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data ranks, micro_batch_size
@@ -236,6 +236,13 @@ def without(folder, key, **more):
 
 COMMAND = r"python prepare.py FILE --tokenizer=bytes --out=\S*/set"
 DAMAGED = rf"data_dir=\S*/set: damaged; create it again with: {COMMAND}: "
+
+
+def piped(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 REFUSALS = {
     "no folder": (
         lambda folder: folder.rename(folder.parent / "elsewhere"),
@@ -251,7 +258,18 @@ REFUSALS = {
     "no file": (lambda folder: (folder / "train.bin").unlink(), DAMAGED + "No such file or directory"),
     "no JSON": (lambda folder: (folder / "meta.json").write_text("{"), DAMAGED + "JSONDecodeError: .*"),
     "no tokenizer": (lambda folder: without(folder, "tokenizer"), DAMAGED + "KeyError: 'tokenizer'"),
-    "no number": (lambda folder: without(folder, "vocab_size", vocab_size="x"), DAMAGED + "TypeError: .*"),
+    "no number": (
+        lambda folder: without(folder, "vocab_size", vocab_size="x"),
+        DAMAGED + "ValueError: vocab_size is 'x'; should be a whole number, .*",
+    ),
+    "no vocabulary": (
+        lambda folder: without(folder, "vocab_size", vocab_size=0),
+        DAMAGED + "ValueError: vocab_size is 0;.*",
+    ),
+    "no end": (lambda folder: without(folder, "eot_id", eot_id=-1), DAMAGED + "ValueError: eot_id is -1;.*"),
+    "no name": (lambda folder: without(folder, "tokenizer", tokenizer=[5]), DAMAGED + "ValueError: tokenizer is .5."),
+    "a pipe": (lambda folder: piped(folder / "train.bin"), r"\S*/train.bin: should be a file, not a .* pipe .*"),
+    "meta.json is a pipe": (lambda folder: piped(folder / "meta.json"), r"\S*/meta.json: should be a file, .*"),
     "vocabulary": (
         lambda folder: write(folder, range(100), tokenizer="gpt2", vocab_size=50257),
         r"vocab_size=257: .*, gpt2, has 50257 ids; set this vocab_size, or .*",
@@ -282,6 +300,15 @@ def test_a_missing_data_set_names_its_source(tmp_path, name, source):
         Tokens(tmp_path / name, "train", seq_length=7, vocab_size=50257)
     command = f"python prepare.py {source.format(tmp_path / name)}--tokenizer=gpt2 --out={tmp_path / name}"
     assert str(refusal.value).endswith(command)
+
+
+def test_a_file_that_becomes_shorter_is_named(tmp_path):
+    (tmp_path / "set").mkdir()
+    mixture = Mixture(str(write(tmp_path / "set", range(100))), "train", 7, 257)
+    mixture.check_sizes()
+    os.truncate(tmp_path / "set/train.bin", 198)
+    with pytest.raises(UserError, match=r"set/train.bin: has 198 bytes, and had 200 when the run began"):
+        mixture.check_sizes()
 
 
 def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):

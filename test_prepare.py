@@ -611,6 +611,9 @@ def test_after_input_without_text_the_same_command_reads_the_files_again(here, t
         (["a.csv"], "input a.csv: "),
         (["empty"], "input empty: "),
         (["strange"], f"input strange: should be a file or folder of {' '.join(prepare.KINDS)}, or a .json file"),
+        (["pipe.txt"], "pipe.txt: should be a file, not a folder, a pipe or a device"),
+        (["pipes"], "pipes/a.txt: should be a file, not a folder, a pipe or a device"),
+        (["--megatron=m"], "m.bin: should be a file, not a folder, a pipe or a device"),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
         *(
             (["a.txt", f"--split={x}"], f"--split={x}: should be three shares")
@@ -623,8 +626,10 @@ def test_after_input_without_text_the_same_command_reads_the_files_again(here, t
 )
 def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for folder in ("strange", "empty"):
+    for folder in ("strange", "empty", "pipes"):
         Path(folder).mkdir()
+    for pipe in ("pipe.txt", "pipes/a.txt", "m.bin"):
+        os.mkfifo(pipe)
     for file in ("a.txt", "a.csv", "strange/train.bin", "strange/a.json"):
         Path(file).write_text("precious")
     sys.argv = ["prepare.py", "--tokenizer=bytes", "--out=out", *words]

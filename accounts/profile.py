@@ -54,17 +54,21 @@ class NamedWork:
 
 
 @contextlib.contextmanager
-def profiling(run):
+def profiling(run, say):
     """Context: write the profile of a `train.Run`. Every rank must enter. Raises UserError without a folder."""
     folder, gpu = Path(run.config.profile), run.device.type == "cuda"
     agree(run.mesh.world, explained(f"profile={folder}")(lambda: folder.mkdir(parents=True, exist_ok=True)))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
+    files = []
     schedule = torch.profiler.schedule(wait=0, skip_first=WARM, warmup=1, active=STEPS, repeat=1)
 
     def write(profile):
-        profile.export_chrome_trace(str(folder / f"rank{run.mesh.rank}.json"))
+        files.append(folder / f"rank{run.mesh.rank}.json")
+        profile.export_chrome_trace(str(files[-1]))
 
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profile:
         run.mesh.watch.tools.append(names := Names(profile, gpu))
         yield
         run.mesh.watch.tools.remove(names)
+    if not files:
+        say(f"profile={folder}: no file is written: the run ended before its step {WARM + 1} was complete")

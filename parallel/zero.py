@@ -238,8 +238,13 @@ class Bucket:
         """`param.shard`, to which the optimizer copies `master`. None if they are one tensor."""
         return None if self.param.shard is self.master else self.param.shard
 
+    @property
+    def scaled_gradient(self):
+        """The gradient of this rank's shard, after `Zero.finish`: times the loss scale, 1 except in fp16."""
+        return self.grad.shard
+
     def fetch_gradient(self):
-        self.master_grad = self.grad.shard
+        self.master_grad = self.scaled_gradient
 
     def return_weights(self):
         """Do nothing: the optimizer has written `copy_of_master`."""
@@ -264,7 +269,7 @@ class HostBucket(Bucket):
         self.staging = pinned(len(self.master), self.master.dtype)
 
     def fetch_gradient(self):
-        self.master_grad = self.staging.copy_(self.grad.shard, non_blocking=True)
+        self.master_grad = self.staging.copy_(self.scaled_gradient, non_blocking=True)
 
     def return_weights(self):
         weights = self.staging.view(self.param.shard.dtype)[: len(self.master)].copy_(self.master)
@@ -388,7 +393,7 @@ class Zero:
         for bucket in buckets or self.in_order:
             for counts, group in itertools.groupby(bucket.ranges, bucket.counts):
                 ranges = list(group)
-                slices[counts].append(bucket.grad.shard[ranges[0].begin : ranges[-1].end])
+                slices[counts].append(bucket.scaled_gradient[ranges[0].begin : ranges[-1].end])
         present = [(counts, parts) for counts, parts in slices.items() if parts]
         squares = [counts * self.ops.squared_norms(parts).sum() for counts, parts in present]
         squares = squares or [torch.zeros((), dtype=torch.float64, device=self.device)]

@@ -34,14 +34,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import SECTIONS
-from data import mixture, splitmix64
-from errors import UserError, explained
+from config import SECTIONS, of_checkpoint
+from data import LONGEST_CYCLE, mixture, splitmix64
+from errors import UserError, explained, reading, regular, whole_number
 from parallel.comm import agree, gather_objects
 
 MAY_CHANGE = "max_position_embeddings top_k expert_group capacity_factor balance dropout init_method_std".split()
 # These must be equal in the run and in the checkpoint. convert.py leaves some out.
 MUST_MATCH = [*(name for name in SECTIONS["model"] if name not in MAY_CHANGE), "seed", "optimizer", "tokenizer"]
+COUNTERS = {"iteration", "consumed_samples", "updates"}
 REMEDY = "use another checkpoint: remove this one, or set --resume"
 THREADS = 4  # a flush waits for the disk, so more threads than cores are useful
 
@@ -190,7 +191,7 @@ def flush(path):
 
 def all_steps(out_dir):
     """Return the steps of the checkpoints in out_dir, ascending."""
-    names = (re.fullmatch(r"step_(\d+)", path.name) for path in Path(out_dir).glob("step_*"))
+    names = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in Path(out_dir).glob("step_*"))
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -213,19 +214,60 @@ def verify(path, content, expected, what="its content does not match its checksu
 
 
 def read_index(path):
-    """Return a checkpoint's index. Raises UserError if index.json or a copied file is damaged."""
+    """Return a checkpoint's index. Raises UserError if index.json or a copied file is damaged, or not of a run."""
     path = Path(path)
-    with explained(path / "index.json"):
-        data = (path / "index.json").read_bytes()
+    file = path / "index.json"
+    with explained(path):
+        if not file.is_file():
+            raise UserError(f"{path}: no complete checkpoint: it has no file index.json; {REMEDY}")
+        data = file.read_bytes()
     text, _, end = data.rpartition(b',\n "crc32": ')
-    verify(path / "index.json", end, f'"{crc(text)}"\n}}'.encode())
-    index = json.loads(data)
+    verify(file, end, f'"{crc(text)}"\n}}'.encode())
+    with reading(f"{file}: wrong content"):
+        index = json.loads(data)
+        if isinstance(index.get("data"), dict):  # written before there were several sets
+            index["data"] = [{"share": 1, "begins": 0, "used": 0} | index["data"]]
+        check_index(index)
     for name, expected in index["copies"].items():
         with explained(path / name):
-            verify(path / name, crc((path / name).read_bytes()), expected)
-    if isinstance(index.get("data"), dict):  # written before there were several sets
-        index["data"] = [{"share": 1, "begins": 0, "used": 0} | index["data"]]
+            verify(path / name, crc(regular(path / name).read_bytes()), expected)
     return index
+
+
+def check_index(index):
+    """Raise an error if an entry of index.json is missing, or has another type or range than `save` writes."""
+
+    def require(fits, name, value):
+        if not fits:
+            raise ValueError(f"{name} is {value!r:.40}")
+
+    for name in ("config", "counters", "loss_scale", "shapes", "sums", "copies"):
+        require(type(index[name]) is dict, name, index[name])
+    # numpy would make Python objects of the files' bytes if the dtype were `object`.
+    require(index["dtype"] in ("float32", "float64"), "dtype", index["dtype"])
+    require(type(index["tokenizer"]) is str, "tokenizer", index["tokenizer"])
+    try:
+        of_checkpoint(index)
+    except UserError as error:
+        raise ValueError(error) from None  # `reading` adds the file's name
+    require(index["counters"].keys() == COUNTERS, "counters", index["counters"])
+    for name in COUNTERS:
+        whole_number(index["counters"], name)
+    for entry in (sets := index.get("data") or []):
+        whole_number(entry, "share", most=LONGEST_CYCLE)
+        for name in ("begins", "used"):
+            whole_number(entry, name)
+    require(not sets or any(entry["share"] for entry in sets), "each share", 0)
+    scale = index["loss_scale"]
+    whole_number(scale, "clean")
+    whole_number(scale, "patience", least=-(10**13))
+    require(type(scale["dynamic"]) is bool, "dynamic", scale["dynamic"])
+    require(type(scale["scale"]) is float and 0 < scale["scale"] < math.inf, "scale", scale["scale"])
+    for name, shape in index["shapes"].items():
+        require(type(shape) is list and all(type(n) is int and n > 0 for n in shape), f"the shape of {name}", shape)
+    for name, total in (index["sums"] | index["copies"]).items():
+        require(type(total) is str, f"the sum of {name}", total)
+        require(Path(name).name == name, "the name of a file", name)
 
 
 def to_resume(config, tokenizer, data):
@@ -282,7 +324,8 @@ def check_weights(config, tokenizer):
     path = find(config.initial_weights)
     if path is None:
         raise UserError(f"initial_weights={config.initial_weights}: there is no checkpoint")
-    names = [name for name in MUST_MATCH if name not in ("seed", "optimizer", "seq_length")]
+    # A longer seq_length, and with it another rotary_base, is a usual way to go on.
+    names = [name for name in MUST_MATCH if name not in ("seed", "optimizer", "seq_length", "rotary_base")]
     refuse_other_model(config, tokenizer, path, read_index(path), names)
 
 
@@ -329,7 +372,7 @@ def compare_shapes(folder, index, model):
 def read_piece(dtype, path, tp, piece, flat):
     local = np.zeros(piece.end - piece.begin, dtype)
     right = math.prod(piece.spec.shape) * local.itemsize
-    with explained(path), open(path, "rb") as file:
+    with explained(path), open(regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         verify(path, size, right, f"it has {size:,} bytes instead of {right:,}")
         terms = transferred(file, file.readinto, local, piece, tp)

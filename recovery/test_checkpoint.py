@@ -323,10 +323,10 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
     assert [row[4] for row in curve(tmp_path / "new")] == [12, 24, 36, 48]
 
 
-def test_llamas_weights_can_get_longer_samples(straight, tokens_dir, tmp_path):
+def test_llamas_weights_can_get_longer_samples_and_another_rotary_base(straight, tokens_dir, tmp_path):
     old = str(straight(1, dtype="fp64", model="llama"))
-    config = configured(tmp_path, tokens_dir, model="llama", initial_weights=old, seq_length=16, train_iters=1)
-    go(config)
+    fields = dict(model="llama", initial_weights=old, seq_length=16, rotary_base=500000.0, train_iters=1)
+    go(configured(tmp_path, tokens_dir, **fields))
     assert len(curve(tmp_path)) == 1
     said = fails(configured(tmp_path / "x", tokens_dir, initial_weights=str(straight(1)), seq_length=16))
     assert "has 8 positions" in said
@@ -465,6 +465,57 @@ def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_p
     for said in workers.run(ranks, load_each, config, flips):
         for text, (name, *_) in zip(said, flips, strict=True):
             assert text and text.startswith(f"{folder}/{name}: damaged"), (text, name)
+
+
+WRONG = [  # keys of index.json, and a wrong value
+    *((name, None) for name in "dtype tokenizer config counters loss_scale shapes sums copies".split()),
+    *(("dtype", dtype) for dtype in ("object", "float16", "S8", ["float32"])),
+    *(("counters iteration", number) for number in (2.5, "x", -1, 10**30)),
+    *(("counters consumed_samples", number) for number in (None, -5, True)),
+    ("counters more", 1),
+    *((f"data 0 {name}", number) for name in ("share", "begins", "used") for number in ("1", -5, 10**30)),
+    ("data 0 share", 0),
+    *(("config model", name) for name in (5, "nowhere", "a b")),
+    *(("config num_layers", number) for number in (10**9, "2", None)),
+    ("config num_attention_heads", 0),
+    ("config activation", "nope"),
+    ("config lr", "fast"),
+    ("config unknown", 3),
+    *(("loss_scale scale", number) for number in (0, float("nan"), float("inf"), "1")),
+    ("loss_scale dynamic", 1),
+    *(("shapes word.weight", shape) for shape in (3, [128, -32], ["a"])),
+    ("sums word.weight", 5),
+    ("copies ../secret", "00000000"),
+]
+
+
+@pytest.mark.parametrize("keys, value", WRONG, ids=str)
+def test_an_index_with_wrong_content_and_a_right_sum_is_one_line(trained, tmp_path, keys, value):
+    """Its sum is public, so it protects from damage, not from a stranger's checkpoint."""
+    folder = shutil.copytree(trained[0] / "step_3", tmp_path / "step_3")
+    index = json.loads((folder / "index.json").read_text())
+    table, (*outer, last) = index, keys.split()
+    for key in outer:
+        table = table[int(key) if key == "0" else key]
+    table[last] = value
+    del index["crc32"]
+    text = json.dumps(index, indent=1).removesuffix("\n}")
+    (folder / "index.json").write_text(f'{text},\n "crc32": "{checkpoint.crc(text.encode())}"\n}}')
+    with pytest.raises(UserError) as refusal:
+        generate.load_model(folder, CPU)
+    said = str(refusal.value)
+    assert said.startswith(f"{folder}/index.json: wrong content: ") and "\n" not in said, said
+    assert last in said or outer[0] in said, said
+
+
+def test_a_stray_entry_beside_the_checkpoints_gets_a_remedy(trained, tmp_path):
+    """A copy `step_03` of step_3 is no checkpoint of its own: the next save would remove step_3."""
+    out = shutil.copytree(trained[0], tmp_path / "run")
+    shutil.copytree(out / "step_3", out / "step_03")
+    assert checkpoint.all_steps(out) == [3]
+    (out / "step_9").mkdir()
+    said = fails(configured(out, trained[1], train_iters=4, num_layers=3))
+    assert said == f"{out}/step_9: no complete checkpoint: it has no file index.json; {checkpoint.REMEDY}"
 
 
 @pytest.mark.parametrize("name", ["block1.fc1.weight", "index.json"])
