@@ -69,7 +69,7 @@ eps adam-epsilon optimizer.eps: use --adam_eps
 n-layer: use --num_layers
 n-head: use --num_attention_heads
 n-embd: use --hidden_size
-lr-wsd-decay-style: not needed: wsd falls linearly
+lr-wsd-decay-style: not built: wsd falls linearly
 lr-decay-samples lr-scheduler.decay-ratio: use --lr_decay_iters
 lr-warmup-samples .*warmup-steps: use --lr_warmup_iters
 type optimizer.name model.optim.name: use --optimizer

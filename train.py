@@ -66,7 +66,7 @@ def train_step(run, batches):
         # One all_reduce gives every rank the loss, the squared norm, whether a rank shall stop, and the updates so far.
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
-        sums = torch.stack([loss, zero.squared_norm(), stop, zero.updates.double()])
+        sums = torch.stack([loss, zero.squared_norm(), stop, zero.updates])
         loss, squared_norm, stop, updates = all_reduce(sums, mesh.world, "scalars").wait()
         # Numbers that differ by 1 differ from their mean on every rank, so all ranks see it in the same step.
         apart = updates != mesh.world.size * zero.updates

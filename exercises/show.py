@@ -4,7 +4,7 @@ python -m exercises.show flops      exercise 1: GPT-3's FLOPs
 python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
 python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
 python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
-python -m exercises.show schemes    the slide's table: cut (分散) or whole (冗長) on 2 ranks; what is sent
+python -m exercises.show schemes    the slide's table: cut (分散) or whole (冗長) on 2 ranks; FLOPs; what is sent
 python -m exercises.show batch      FLOP/s of a training step against the local batch
 python -m exercises.show chain      the slide's chain rule (微分の連鎖則), factor by factor, beside PyTorch's
 python -m exercises.show law        the slide's power laws (べき乗則): loss against data, and against parameters
@@ -117,9 +117,10 @@ def groups():
 
 
 def schemes():
-    """Print the slide's table: which model states a scheme cuts on 2 ranks, and what rank 0 sends."""
-    rows = [("2 ranks", "data", "weights", "gradients", "m, v", "rank 0 sends in a step")]
-    whole = rank_states(predict_step(tiny(), 1).layout, 0, predict_step(tiny(), 1).sizes)
+    """Print the slide's table: what a scheme cuts on 2 ranks, the FLOPs of rank 0 (演算), and what it sends."""
+    rows = [("2 ranks", "data", "FLOPs", "weights", "gradients", "m, v", "rank 0 sends in a step")]
+    one = predict_step(tiny(), 1)
+    whole = rank_states(one.layout, 0, one.sizes)
     for name, fields in [
         ("DP", {}),
         *((f"ZeRO-{z}", {"zero": z}) for z in (1, 2, 3)),
@@ -128,11 +129,21 @@ def schemes():
     ]:
         p, c = predict_step(tiny(**fields), 2), tiny(**fields)
         kept = rank_states(p.layout, 0, p.sizes)
-        parts = [kept[what] / whole[what] for what in ("parameters", "gradients", "moments")]
+        states = [kept[what] / whole[what] for what in ("parameters", "gradients", "moments")]
         sent = [f"{calls} {how} of {what}" for (axis, what, how), (calls, _) in p.sent[0].items() if axis != "world"]
-        cells = [f"cut {float(part):.0%}" if part < 1 else "whole" for part in (Fraction(c.tp * c.pp, 2), *parts)]
+        parts = Fraction(c.tp * c.pp, 2), flops_of_rank_0(p.layout), *states
+        cells = [f"cut {float(part):.0%}" if part < 1 else "whole" for part in parts]
         rows.append((name, *cells, ", ".join(sent[:2])))
     print(aligned(rows, 1))
+
+
+def flops_of_rank_0(layout):
+    """Return rank 0's share of the FLOPs of a step."""
+    c = layout.config
+    head = model_flops(c, 1, block_forwards=0)
+    flops = [0, *[(model_flops(c, 1) - head) / c.num_layers] * c.num_layers, head]  # embedding, blocks, head
+    units = [unit for chunk in layout.chunks(0) for unit in layout.units[chunk]]
+    return sum(flops[unit] for unit in units) / sum(flops) / layout.data_ranks / c.tp
 
 
 def batch(steps=3):
