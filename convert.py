@@ -14,12 +14,16 @@ into memory twice.
     word table                vocab_size rows                         padded to a multiple of 128 rows, with zeros
     16-bit weights            as they are                             float32
     <|endoftext|> in a text   one token                               plain text
+
+out/NAME/step_0 also keeps the files of `CARRIED`. to_hf gives them back if the run is in out/NAME, and no other file.
 """
 
-from errors import UserError, exit_on_user_error, explained, reading  # isort: skip
+from errors import UserError, exit_on_user_error, explained, fetched, reading, shown  # isort: skip
 from options import Parser  # isort: skip
 import os
+import pickle
 import re
+import shutil
 import sys
 from pathlib import Path
 from shlex import quote
@@ -70,6 +74,8 @@ FIXED = (  # {field there: the only value that the model here has}
     dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
     dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
 )
+WEIGHTS = "model.safetensors model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json".split()
+CARRIED = "generation_config.json chat_template.jinja special_tokens_map.json".split()
 
 
 def kind_of(c):
@@ -134,7 +140,8 @@ def pairs(c, spec, whole, tensors):
 
 def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
-    hf, options, vocabulary = transformers(), {"local_files_only": True}, str(Path(folder).resolve())
+    hf, options = transformers(), {"local_files_only": True, "trust_remote_code": False}
+    vocabulary = str(Path(folder).resolve())
     with reading(f"{folder}: not a GPT-2, OPT or Llama as model.py and llama.py have it", Exception):
         hf_config = hf.AutoConfig.from_pretrained(folder, **options)
         config, tokenizer = config_from_hf(hf_config, out), load_tokenizer(vocabulary)
@@ -142,29 +149,62 @@ def from_hf(folder, out):
             sizes = f"its tokenizer has {tokenizer.n_vocab:,} ids, its word table {config.vocab_size:,} rows"
             remedy = f"add rows: model.resize_token_embeddings({tokenizer.n_vocab})"
             raise UserError(f"{folder}: {sizes}; remove the added tokens, or {remedy}")
-        model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+        check_weights(hf, folder)
+        model, info = hf.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        info["nan or inf"] = [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]
         for what, names in info.items():
             if names := [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]:  # of old files
                 raise ValueError(f"{what.replace('_', ' ')}: {', '.join(sorted(names))}")
         tied = not config.untie_embeddings_and_output_weights
         if tied and not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
             raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
-    final = checkpoint.step_path(out, 0)
+    writing = Path(out, "step_0.writing")
     with explained(f"out={out}"):
-        final.parent.mkdir(parents=True)  # it must not exist
-        final.mkdir()
-        write_checkpoint(final, model, config, tokenizer)
+        Path(out).mkdir(parents=True)  # it must not exist
+        writing.mkdir()
+        carry(folder, writing)
+        write_checkpoint(writing, model, config, tokenizer)
+        writing.rename(writing.with_suffix(""))
         changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
-        lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
+        # A string: Python obeys some comments ("coding: ..."), and a name may contain anything.
+        lines = [repr(f"{folder}, by convert.py"), *(f"{field} = {value!r}" for field, value in changed.items())]
         Path(out, "config.py").write_text("\n".join(lines) + "\n", "utf-8")
-    print(f"{folder} -> {final}; to train it further:")
-    print(f"python prepare.py FILES --tokenizer={quote(vocabulary)} --out={quote(config.data_dir)}")
-    print(f"torchrun train.py {quote(out)}/config.py")
-    dropouts = dict(attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout)
-    for name, rate in dropouts.items():
-        hf_rate = getattr(hf_config, name, 0.0 if name == "embd_pdrop" else rate)  # OPT's embedding has no dropout
-        if hf_rate != rate:
-            print(f"{name}={hf_rate} there is {rate} here")
+    print(shown(f"{folder} -> {out}/step_0; to train it further:"))
+    print(shown(f"python prepare.py FILES --tokenizer={quote(vocabulary)} --out={quote(config.data_dir)}"))
+    print(shown(f"torchrun train.py {quote(out)}/config.py"))
+    theirs = vars(hf_config) | vars(model.generation_config)
+    ours = dict(
+        attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout,
+        bos_token_id=tokenizer.begin, eos_token_id=tokenizer.eot_token,
+    )  # fmt: skip
+    for name, value in ours.items():
+        hf_value = theirs.get(name, 0.0 if name == "embd_pdrop" else value)  # OPT's embedding has no dropout
+        if hf_value != value:
+            print(shown(f"{name}={hf_value} there is {value} here"))
+
+
+def check_weights(hf, folder):
+    """Raise UserError for a file of weights that can't be read, or has a tensor that is not floating-point."""
+    paths = [path for name in WEIGHTS if (path := Path(folder, name)).exists()][:1]  # transformers' choice
+    if paths and paths[0].suffix == ".json":
+        paths, _ = hf.utils.hub.get_checkpoint_shard_files(folder, fetched(paths[0]))
+    for path in paths:
+        with reading(path, Exception):
+            try:
+                tensors = hf.modeling_utils.load_state_dict(fetched(path))
+            except pickle.UnpicklingError:  # torch's text advises to run what is in it
+                raise UserError(f"{path}: should be a file of tensors and nothing else") from None
+            for name, tensor in tensors.items():
+                if not (tensor.is_floating_point() or name.endswith(".attn.bias")):  # a mask of old files
+                    raise UserError(f"{path}: {name} is {tensor.dtype}; should be floating-point")
+
+
+def carry(source, folder):
+    for name in CARRIED:
+        if Path(source, name).is_file():
+            shutil.copyfile(Path(source, name), Path(folder, name))
 
 
 def config_from_hf(hf_config, out):
@@ -235,14 +275,18 @@ def to_hf(path, out):
     """Write a folder of transformers from the checkpoint `path`, or from the latest one in it."""
     hf, (model, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
     hf_model = exported(hf, model, tokenizer)
-    hf_model.generation_config.pad_token_id = tokenizer.eot_token
-    without_text = list(range(tokenizer.n_vocab, model.config.vocab_size))  # generate.py never draws these ids
-    hf_model.generation_config.suppress_tokens = without_text or None
     with explained(f"out={out}"):
         Path(out).mkdir(parents=True)
         hf_model.save_pretrained(out)
         copy(tokenizer, out)
-    print(f"{path} -> {out}, {type(hf_model).__name__}")
+        carry(checkpoint.find(path).resolve().with_name("step_0"), out)
+        generation = hf.GenerationConfig.from_pretrained(out)
+        if generation.pad_token_id is None:
+            generation.pad_token_id = tokenizer.eot_token
+        without_text = list(range(tokenizer.n_vocab, model.config.vocab_size))  # generate.py never draws these ids
+        generation.suppress_tokens = without_text or None
+        generation.to_json_file(Path(out, "generation_config.json"))
+    print(shown(f"{path} -> {out}, {type(hf_model).__name__}"))
     if not Path(out, "tokenizer.json").exists():
         print(f"without a tokenizer: Hugging Face's format does not hold {tokenizer.name}'s")
 
@@ -265,6 +309,7 @@ def exported(hf, model, tokenizer):
     hf_model.tie_weights()  # the head
     if kind_of(config) == LLAMA:  # a state dict does not have its buffer
         hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(hf_model.config)
+        hf_model.config.rope_theta = config.rotary_base  # for transformers 4
     ids = torch.arange(min(16, config.positions))[None] % tokenizer.n_vocab
     theirs = hf_model.eval()(ids).logits[0, :, : tokenizer.n_vocab]
     compare_logits(model(model.micro_batch(ids)), theirs, changed)

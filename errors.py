@@ -65,6 +65,14 @@ def whole_number(table, name, least=0, most=10**13):
     return value
 
 
+def fetched(path):
+    """Return `path`, a regular file. Raises UserError if git has only a pointer to it, without its content."""
+    with open(regular(path), "rb") as file:
+        if b"version https://git-lfs" in file.read(50):
+            raise UserError(f"{path} is a Git LFS pointer, not the file; run git lfs pull")
+    return path
+
+
 @contextlib.contextmanager
 def locked(path, message):
     """Hold the lock of the file `path` in the block. Raises UserError(message) if another process holds it."""
@@ -93,13 +101,20 @@ def cause(error):
     return error if isinstance(error, UserError) else None
 
 
+def shown(text):
+    """Return `text` with escapes for what a terminal would obey: controls, ends of lines, changes of direction."""
+    return re.sub(
+        r"[\0-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda c: ascii(c[0])[1:-1], text
+    )
+
+
 def report_error(error, shift=0, code=2):
     """Print an error's line on stderr, and write it into torchrun's error file of this process. code: exit code.
 
     torchrun prints the error file with the smallest time as the "Root Cause". So a rank that only lost a peer reports
     with shift=1 second.
     """
-    line = " ".join(f"error: {error}".splitlines())
+    line = shown(" ".join(f"error: {error}".splitlines()))
     print(line, file=sys.stderr, flush=True)
     write_error_file(line, shift, code)
 

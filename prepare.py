@@ -25,7 +25,7 @@ The files grow in DIR.part, which is renamed to DIR at the end. After a crash, t
 finished blocks again, without encoding them.
 """
 
-from errors import UserError, exit_on_user_error, explained, locked, reading, regular  # isort: skip
+from errors import UserError, exit_on_user_error, explained, locked, reading, regular, shown  # isort: skip
 from options import Parser, within  # isort: skip
 import bisect
 import codecs
@@ -452,7 +452,7 @@ def make(args, tokenizer, files, first, weights, output, folder):
                 raise UserError(f"{problems[0]}; or go on without it: --on_error=skip")
             output.write(encoded, problems)
             for problem in problems:
-                tqdm.write(problem)
+                tqdm.write(shown(problem))
     skipped = ", and the rest of ".join([f"skipped documents: {output.progress['skipped']}", *unread])
     output.save()
     if args.part == "0/1":  # another part may have text

@@ -333,6 +333,9 @@ def test_another_vocabulary_stays_with_the_checkpoint(tmp_path):
     """OPT's tokens are GPT-2's with other ids. prepare.py, generate.py and the export need only the checkpoint."""
     random_model("opt", (1, 16, 2, 300, 32)).save_pretrained(tmp_path / "hf")
     expected = opts_tokenizer(tmp_path / "hf")
+    others = {"chat_template.jinja": {}, "generation_config.json": {"eos_token_id": [2, 5], "temperature": 0.5}}
+    for name, value in others.items():
+        (tmp_path / "hf" / name).write_text(json.dumps(value))
     out = imported(tmp_path / "hf", tmp_path / "out")
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "text.txt").write_text("\t hello hello" * 200)
@@ -345,6 +348,9 @@ def test_another_vocabulary_stays_with_the_checkpoint(tmp_path):
     for text, ids in expected.items():
         assert list(ours.encode_ordinary(text)) == theirs(text).input_ids == ids
     assert ours.eot_token == theirs.eos_token_id == 2 and theirs.eos_token == "</s>"
+    for name, value in others.items():
+        again = json.loads((tmp_path / "again" / name).read_text())
+        assert again == again | value
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
@@ -364,6 +370,8 @@ def test_export_of_import_is_the_identity(tmp_path, kind):
             tensor, other = tensor[2:], other[2:]
         assert torch.equal(tensor, other), name
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", folder))
+    if "llama" in kind:
+        assert ours.pop("rope_theta") == 777.0  # transformers 4 reads it, 5 writes another field
     free = {"pad_token_id", "attn_pdrop", "attention_dropout", "n_inner", "transformers_version"}
     assert {k: v for k, v in ours.items() if k not in free} == {k: theirs[k] for k in ours if k not in free}
 
@@ -498,18 +506,12 @@ def change_config(folder, **fields):
     ],
 )  # fmt: skip
 def test_a_model_that_differs_is_refused_by_name(tmp_path, capsys, monkeypatch, kind, fields, message):
+    """Before its weights are loaded."""
     saved(tmp_path / "hf", kind)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
     change_config(tmp_path / "hf", **fields)
     said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
     assert message in said and not (tmp_path / "out").exists()
-
-
-def test_a_model_is_not_loaded_before_its_configuration_is_checked(tmp_path, monkeypatch):
-    saved(tmp_path / "hf")
-    change_config(tmp_path / "hf", n_inner=100)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
-    with pytest.raises(UserError, match="n_inner=100: the model here has n_inner=96"):
-        imported(tmp_path / "hf", tmp_path / "out")
 
 
 def test_a_head_that_is_not_the_word_table_is_refused(tmp_path, capsys, monkeypatch):
@@ -519,6 +521,33 @@ def test_a_head_that_is_not_the_word_table_is_refused(tmp_path, capsys, monkeypa
     assert "lm_head.weight differs from the word table" in said
 
 
+READ = (
+    "model.safetensors model.safetensors.index.json model-00002-of-00003.safetensors "
+    "tokenizer.json tokenizer_config.json"
+)
+
+
+@pytest.mark.parametrize("name", READ.split())
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("pointer", " is a Git LFS pointer, not the file; run git lfs pull"),
+        ("/dev/null", ": should be a file, not a folder, a pipe or a device"),
+    ],
+)
+def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, monkeypatch, name, target, message):
+    saved(tmp_path, max_shard_size="40kB")
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    assert refusal(capsys, monkeypatch, "from_hf", tmp_path, f"--out={tmp_path}/out") == f"{path}{message}"
+
+
+def with_bias(change):
+    return lambda folder: to_bin(folder, lambda t: t | {"transformer.ln_f.bias": change(t["transformer.ln_f.bias"])})
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -526,6 +555,10 @@ def test_a_head_that_is_not_the_word_table_is_refused(tmp_path, capsys, monkeypa
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]), ""),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
         (lambda f: to_bin(f, lambda t: {n: t[n] for n in t if n != "transformer.wpe.weight"}), "missing keys: "),
+        (with_bias(lambda t: t * 1j), "transformer.ln_f.bias is torch.complex64; should be floating-point"),
+        (with_bias(lambda t: t / 0), "nan or inf: transformer.ln_f.bias"),
+        (with_bias(torch.diag), "mismatched keys: ('transformer.ln_f.bias', "),
+        (with_bias(slice), "pytorch_model.bin: should be a file of tensors and nothing else"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(tmp_path, capsys, monkeypatch, damage, message):
@@ -558,6 +591,24 @@ def test_an_existing_folder_is_not_overwritten(tmp_path, capsys, monkeypatch):
     assert refusal(capsys, monkeypatch, "to_hf", tmp_path, "--out=x").startswith(f"{tmp_path}: there is no checkpoint")
 
 
+def test_a_stopped_conversion_leaves_no_checkpoint(tmp_path, monkeypatch):
+    saved(tmp_path / "hf")
+    monkeypatch.delattr(convert.checkpoint, "write_index")
+    with pytest.raises(AttributeError):
+        imported(tmp_path / "hf", tmp_path / "out")
+    assert not (tmp_path / "out/step_0").exists()
+
+
+@pytest.mark.parametrize("name", ["\nraise Exit\n#", "coding=utf-7 +AAo-raise Exit+AAo-", "\x1b[2J\x9b\u202e"])
+def test_a_name_is_no_code_and_moves_no_cursor(tmp_path, capsys, monkeypatch, name):
+    saved(folder := tmp_path / name)
+    exported(out := imported(folder, folder / "out"), folder / "again")
+    assert configuration.load([f"{out}/config.py"]).out_dir == str(out)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert "".join([*lines, refusal(capsys, monkeypatch, "from_hf", folder, f"--out={out}")]).isprintable()
+
+
 @pytest.mark.parametrize(
     "kind, fields, lines",
     [
@@ -565,11 +616,13 @@ def test_an_existing_folder_is_not_overwritten(tmp_path, capsys, monkeypatch):
         ("gpt2", dict(attn_pdrop=0.3), ["attn_pdrop=0.3 there is 0.0 here"]),
         ("opt", dict(layerdrop=0.2), ["layerdrop=0.2 there is 0.0 here", "embd_pdrop=0.0 there is 0.1 here"]),
         ("gpt2", dict(embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.0), []),
+        ("llama", dict(eos_token_id=[256, 7]), ["eos_token_id=[256, 7] there is 256 here"]),
     ],
 )
-def test_dropouts_that_change_are_named(tmp_path, capsys, kind, fields, lines):
+def test_values_that_change_are_named(tmp_path, capsys, kind, fields, lines):
     saved(tmp_path / "hf", kind)
     change_config(tmp_path / "hf", **fields)
+    (tmp_path / "hf/generation_config.json").unlink()
     imported(tmp_path / "hf", tmp_path / "out")
     said = capsys.readouterr().out
     assert all(line in said for line in lines) and (lines or " there is " not in said)

@@ -639,6 +639,13 @@ def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, mo
     assert Path("strange/train.bin").read_text() == "precious"
 
 
+def test_the_name_of_a_bad_file_does_not_reach_the_terminal_raw(here, tmp_path, capsys):
+    file = tmp_path / "\x1b[2Ja\n.jsonl"
+    file.write_text('{"text": "good"}\n{}\n')
+    run(file, "--on_error=skip", tmp_path / "out")
+    assert "\x1b" not in (out := capsys.readouterr().out) and r"\x1b[2Ja\n.jsonl:2: KeyError" in out
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import tiktoken
 
-from errors import UserError, explained, reading
+from errors import UserError, explained, fetched, reading
 
 COPY = ("tokenizer.json", "tokenizer_config.json")
 LONGEST = 1 << 24  # characters of a document for `tokenizers`, which encodes it whole, with about 100 bytes for each
@@ -203,12 +203,12 @@ def read(path):
         if not files:
             raise UserError(f"tokenizer={path}: a folder without tokenizer.json, vocab.json or encoder.json")
         path = files[0]
-    value = json.loads(path.read_text("utf-8"))
+    value = json.loads(fetched(path).read_text("utf-8"))
     if path.name.endswith(("vocab.json", "encoder.json")):  # gpt2-vocab.json belongs to gpt2-merges.txt
         merges = path.name.replace("vocab.json", "merges.txt").replace("encoder.json", "vocab.bpe")
         merges = path.with_name(merges)
         with explained(f"tokenizer={path}: needs {merges}"):
-            text = merges.read_text("utf-8")
+            text = fetched(merges).read_text("utf-8")
         merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
         vocab, pattern = value, "gpt2"
         merged_tokens = {*BYTE_OF, *map("".join, merges)}
@@ -249,7 +249,7 @@ def pattern_of(pre_tokenizer):
 def end_of(path, special):
     """Return the token after a document: `eos_token` of Hugging Face's other file, or one of `special`."""
     with contextlib.suppress(FileNotFoundError, LookupError):
-        if end := json.loads(path.with_name(COPY[1]).read_text("utf-8"))["eos_token"]:
+        if end := json.loads(fetched(path.with_name(COPY[1])).read_text("utf-8"))["eos_token"]:
             return end["content"] if isinstance(end, dict) else end
     if found := [end for end in ENDS if end in special]:
         return found[0]
