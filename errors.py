@@ -123,8 +123,10 @@ def write_error_file(text, shift=0, code=2):
     """Write `text` as torch.distributed.elastic's ErrorHandler does."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) + shift)}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "errorCode": code, "extraInfo": extra}}, file)
+        with contextlib.suppress(OSError):
+            with open(path + ".new", "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": text, "errorCode": code, "extraInfo": extra}}, file)
+            os.replace(path + ".new", path)  # torchrun may kill this process now; half a report would end torchrun
 
 
 def end_if_repeated():

@@ -382,6 +382,18 @@ def test_torchrun_reads_the_line_as_its_root_cause(monkeypatch, tmp_path):
     assert lines[-2] == "  traceback : error: out_dir=x: No space left on device"
 
 
+def test_a_process_that_dies_while_it_reports_leaves_no_half_report(monkeypatch, tmp_path):
+    def killed(report, file):
+        file.write("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(errors.json, "dump", killed)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(KeyboardInterrupt):
+        errors.report_error(UserError("tp=3"))
+    assert not (tmp_path / "error.json").exists()
+
+
 def test_a_restart_of_torchrun_does_not_repeat_a_mistake(monkeypatch, tmp_path):
     """A restart after another error starts the program."""
     for start, (code, ends) in enumerate([(1, 0), (2, 0), (2, 2), (2, 2)]):

@@ -340,7 +340,7 @@ def main():
     """Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of
     the user, or if torchrun died.
     """
-    faulthandler.enable()  # a signal such as SIGBUS (a data file became shorter) prints where each thread was
+    faulthandler.enable(sys.__stderr__)  # after SIGBUS (a data file became shorter), shows where each thread was
     device = processes.join_processes()
     world = everyone()
 

@@ -46,7 +46,6 @@ stop() {
 }
 trap stop USR1
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, --max-restarts fails (pytorch issue 135712)
 export errors=$(mktemp -d) # the first node's torchrun copies the report of the first error into it
 trap 'rm -rf "$errors"' EXIT
 on_first='[ "${SLURM_PROCID:-0}" = 0 ] && export TORCHELASTIC_ERROR_FILE="$errors/report"'

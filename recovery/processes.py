@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import traceback
+import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS"
     " LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS/SLURM_STEP_NUM_NODES))",
 }
+JOIN = timedelta(minutes=10)  # the default of comm_timeout, which is not known yet
 GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 
@@ -57,8 +60,43 @@ def join_processes():
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) == processes:
             stay_on_this_host()
-        dist.init_process_group(backend, pg_options=group_options(backend))
+        connect(backend)
     return device
+
+
+def connect(backend):
+    """Make the group of all processes. Without an answer of the others within JOIN, end this process with a line."""
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=JOIN))
+        store, options = part_of_this_start(store, rank, size), group_options(backend, JOIN)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN, pg_options=options)
+    except ValueError as error:  # a variable is missing
+        raise UserError(error) from None
+    except RuntimeError as error:
+        leave(f"rank {os.environ['RANK']} can't join the other ranks: {str(error).splitlines()[0]}", 1)
+
+
+def part_of_this_start(store, rank, size):
+    """Return a part of `store` that only the processes of this start use.
+
+    torchrun may keep one store over all restarts, with addresses of dead processes. Its variables don't name a start:
+    each host counts its own restarts, and does not count the start after a host joins. So rank 0 makes a name. It
+    answers each process that waits in a queue, perhaps a dead one, until every other rank has shown it the name.
+    """
+    name = uuid.uuid4().hex
+    if rank:
+        store.queue_push("starts", name)
+        name = store.get(name).decode()  # waits for the answer
+        store.queue_push("starts", name)
+    else:
+        missing = size - 1
+        while missing:
+            word = store.queue_pop("starts").decode()  # waits
+            if word == name:
+                missing -= 1
+            else:
+                store.set(word, name)
+    return dist.PrefixStore(name, store)
 
 
 def stay_on_this_host():
