@@ -42,7 +42,6 @@ from accounts.metrics import read_metrics
 from errors import UserError, exit_on_user_error
 from parallel import optimizer
 from parallel.mesh import Mesh
-from parallel.schedules import ASYNCHRONOUS
 from recovery import replicas
 from testing import compare, letters
 from testing.tiny import (
@@ -62,7 +61,7 @@ from testing.workers import Workers
 
 TRAINING = dict(
     dropout=0.0, max_position_embeddings=0, micro_batch_size=1, train_iters=3, lr=1e-2, min_lr=0.0, skip_norm=0.0,
-    lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-6, penalty=0.0, dtype="fp64", kernels="torch",
+    lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-6, dtype="fp64", kernels="torch",
     log_interval=1, eval_iters=1,
 )  # fmt: skip
 OF_LAYOUT = "processes iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu timers_ms".split()
@@ -84,7 +83,7 @@ def small(c):
     sizes = dict(
         num_layers=min(c.num_layers, 3 if width < 512 else 2), hidden_size=width, num_attention_heads=heads,
         seq_length=tokens, vocab_size=words, ffn_hidden_size=c.ffn_hidden_size * width // c.hidden_size,
-        num_query_groups=min(c.num_query_groups, heads), expert_group=c.expert_group * (tokens == c.seq_length),
+        num_query_groups=min(c.num_query_groups, heads),
         clip_grad=min(c.clip_grad, 0.1),  # clips each step
     )  # fmt: skip
     return configuration.Config(**kept | TRAINING | sizes)
@@ -99,7 +98,7 @@ def types(c):
 
 def finite_differences(c):
     sizes = dict(num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length))
-    return wrong_gradients(stirred(c, balance=0.0, **sizes))  # the balance term is no part of the loss
+    return wrong_gradients(stirred(c, **sizes))
 
 
 def run_loop(c):
@@ -140,8 +139,6 @@ def one_process(workers, c):
 def layout(workers, c, ranks):
     """Compare a run of this layout with the run of one process."""
     configuration.check(c, ranks)
-    why = "uses older weights on purpose, so it does not train the model of one process"
-    configuration.require(c, "schedule", c.schedule not in ASYNCHRONOUS, why)
     table = specs(c)  # raises UserError
     theirs, (one,) = one_process(workers, c)
     rows, runs = trained(workers, ranks, c)

@@ -18,9 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from errors import UserError, reading, regular
-from options import Parser, boolean
+from options import FORMER, Parser, boolean, where_now
 from parallel import schedules, simulation
-from parallel.context import WAYS
 from parallel.layout import number_of_micro_batches
 from parallel.optimizer import RULES
 from parallel.tensor import padded
@@ -43,11 +42,6 @@ class Config:
     rotary_base: float = 10000.0  # llama: base of the positions' frequencies
     norm_epsilon: float = 1e-5  # llama: added to RMSNorm's mean square
     untie_embeddings_and_output_weights: bool = False  # llama: the head has a table of its own
-    experts: int = 0  # of each block (0: one MLP) (Megatron-LM: --num-experts)
-    top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
-    expert_group: int = 0  # tokens that compete for an expert's places (0: seq_length / 4)
-    capacity_factor: float = 1.25  # places of an expert, divided by its equal share of tokens
-    balance: float = 0.01  # factor of the balancing loss (Megatron-LM: --moe-aux-loss-coeff)
     dropout: float = 0.0  # of embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
@@ -74,7 +68,6 @@ class Config:
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the second moment's root
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
-    penalty: float = 0.0  # of the variance of the data ranks' gradients; doubles the work
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
     skip_norm: float = 0.0  # skip updates with a larger norm (0: none) (Megatron-LM: --grad-norm-skip-threshold)
 
@@ -90,13 +83,11 @@ class Config:
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
     cp: int = 1  # ranks that share each sample's tokens (Megatron-LM: --context-parallel-size)
-    context: str = "ulysses"  # ulysses exchanges tokens for heads, ring passes keys and values around
     order: str = "dp-pp-tp"  # axes of a rank's number, outermost first; pp-dp-tp is Megatron-LM's
     sequence_parallel: bool = False  # shard over tp the activations between tensor parallel layers
     zero: int = 0  # cut over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters (DeepSpeed: --zero-stage)
     zero_copies: int = 1  # groups of data ranks with all shards (Megatron-LM: --num-distributed-optimizer-instances)
     schedule: str = "1f1b"  # order of the pipeline's work
-    updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
     offload: bool = False  # keep the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
     recompute: str = "none"  # full: keep only blocks' inputs; elementwise: not the outputs of norms, GELU, SwiGLU
@@ -132,11 +123,6 @@ class Config:
         return padded(self.vocab_size)
 
     @property
-    def tokens_of_group(self):
-        """Number of tokens in a group. It must not depend on the layout (`parallel/experts.py`)."""
-        return self.expert_group or max(1, self.seq_length // 4)
-
-    @property
     def query_groups(self):
         return self.num_query_groups or self.num_attention_heads
 
@@ -156,30 +142,22 @@ CHOICES = {
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "triton", "torch"),
     "recompute": ("none", "elementwise", "full"),
-    "context": tuple(WAYS),
     "order": ("dp-pp-tp", "pp-dp-tp"),
     "split": ("train", "val", "test"),
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),
 }
-HINTS = {"split": "; prepare.py --split=949,50,1 divides the documents"}
-ASYNCHRONOUS_CHOICES = {  # a stage updates before others have their gradients
-    "clip_grad": (0,),  # no rank knows the global norm
-    "skip_norm": (0,),
-    "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
-    "dtype": ("auto", "fp64", "fp32", "bf16"),  # an update can't be skipped on all stages
-    "zero": (0, 1),  # a stage keeps whole parameters and gradients
-    "rampup_batch_size": ("",),  # the batch is constant
-    "experts": (0,),  # not tested
-    "penalty": (0,),  # its own executor
+HINTS = {
+    "split": "; prepare.py --split=949,50,1 divides the documents",
+    "schedule": f" (pipedream: {where_now(FORMER['updates_per_call'][1])})",
 }
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
-    "zero_copies chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale "
-    "adam_eps capacity_factor comm_timeout init_method_std rotary_base norm_epsilon"
+    "zero_copies chunks log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale "
+    "adam_eps comm_timeout init_method_std rotary_base norm_epsilon"
 ).split()
 READ_BY = {  # fields that only this model reads
-    "model": "activation experts".split(),
+    "model": ["activation"],
     "llama": "num_query_groups ffn_hidden_size rotary_base norm_epsilon untie_embeddings_and_output_weights".split(),
 }
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1}
@@ -261,12 +239,12 @@ def global_batch_size_at(c, consumed_samples):
 
 
 def iterations(c, samples):
-    """Return how many updates fit into `samples`, at least one call."""
+    """Return how many updates fit into `samples`, at least one."""
     count, consumed = 0, 0
     while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
         count, consumed = count + 1, consumed + size
     count += max(0, int(samples) - consumed) // c.global_batch_size
-    return max(1, count // c.updates_per_call) * c.updates_per_call
+    return max(1, count)
 
 
 def module_of(c):
@@ -278,10 +256,7 @@ def module_of(c):
 
 
 def layout_of(c):
-    """Return {field: value} of the section "layout".
-
-    They do not change the losses, except an asynchronous schedule and its updates_per_call.
-    """
+    """Return {field: value} of the section "layout". They do not change the losses."""
     return {name: getattr(c, name) for name in SECTIONS["layout"]}
 
 
@@ -296,7 +271,9 @@ def of_checkpoint(index):
     saved, fields = index["config"], vars(Config())
     for name, value in saved.items():
         kinds = {type(fields.get(name)), int} if type(fields.get(name)) is float else {type(fields.get(name))}
-        if name not in fields and value:
+        if name in FORMER and value != FORMER[name][0]:
+            raise UserError(f"{name}={value!r:.40}: {where_now(FORMER[name][1])}")
+        if name not in (*fields, *FORMER) and value:
             raise UserError(f"{name}={value!r:.40}: the checkpoint uses this field, which this program does not have")
         if name in fields and type(value) not in kinds:
             raise UserError(f"{name}={value!r:.40}: should be like {fields[name]!r}")
@@ -322,10 +299,9 @@ def require(c, name, fits, why):
 
 def check_values(c):
     """Raise UserError if a field has an impossible value, whatever the others are."""
-    restricted = ASYNCHRONOUS_CHOICES if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
-    for name, choices in (CHOICES | restricted).items():
-        where = f", with schedule={c.schedule}" if name in restricted else HINTS.get(name, "")
-        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
+    for name, choices in CHOICES.items():
+        right = f"should be one of {', '.join(map(str, choices))}{HINTS.get(name, '')}"
+        require(c, name, getattr(c, name) in choices, right)
     for name, value in vars(c).items():
         if type(value) in (int, float):
             least, most = -1 if name == "lr_warmup_iters" else 0, BELOW.get(name, 1e13)
@@ -347,14 +323,9 @@ def check(c, world):
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
     require(c, "train_iters", c.train_iters or c.train_epochs or c.eval_only, "should be above 0")
-    whole = c.train_iters % c.updates_per_call == 0
-    require(c, "train_iters", whole, f"should be a multiple of updates_per_call={c.updates_per_call}")
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
-    alone = c.tp == c.pp == c.cp == 1 < world and not (c.zero or c.offload)
-    why = "needs two or more data ranks, tp=1, pp=1, cp=1, zero=0, dtype=fp32 or fp64, and no offload"
-    require(c, "penalty", not c.penalty or (alone and c.dtype in ("auto", "fp32", "fp64")), why)
     return check_layout(c, world)
 
 
@@ -377,19 +348,8 @@ def check_layout(c, world):
         require(c, "num_attention_heads", c.head_size % 2 == 0, even)
     if c.sequence_parallel:
         divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
-    if c.context == "ring":
-        divides("2 * cp", 2 * c.cp, "seq_length", c.seq_length, ": a rank has two parts of each sample")
-    else:
-        divides("cp", c.cp, "seq_length", c.seq_length)
-        divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
-    if c.experts:
-        require(c, "recompute", c.recompute != "elementwise", "experts have none or full")
-        require(c, "top_k", 1 <= c.top_k <= c.experts, f"should be 1 to experts={c.experts}")
-        require(c, "sequence_parallel", c.sequence_parallel or c.tp == 1, "experts with tp > 1 need it; set it to True")
-        divides("tp", c.tp, "experts", c.experts, ": a tensor parallel rank has whole experts")
-        parts = c.tp * c.cp * (2 if c.cp > 1 and c.context == "ring" else 1)
-        why = f": a rank has whole groups, and the layout cuts each sample into {parts} parts"
-        divides("expert_group * parts", c.tokens_of_group * parts, "seq_length", c.seq_length, why)
+    divides("cp", c.cp, "seq_length", c.seq_length)
+    divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
     divides("tp * cp * pp", c.tp * c.cp * c.pp, "the number of processes", world)
     data_ranks = world // (c.tp * c.pp)
     shards, rest = divmod(data_ranks, c.zero_copies)
@@ -407,12 +367,8 @@ def check_layout(c, world):
     require(c, "global_batch_size", most <= MOST_MICRO_BATCHES, why)
     m = number_of_micro_batches(c, batch, data_ranks)
     short = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
-    if c.schedule in schedules.ASYNCHRONOUS:
-        short, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
-        why = f"makes {m} micro-batches in an update; pipedream needs 1, pipedream-2bw pp={c.pp} or more"
-        require(c, "global_batch_size", fits, why)
     require(c, "chunks", c.chunks <= c.num_layers + 2, f"should be at most num_layers + 2 = {c.num_layers + 2}")
-    parts = max(simulation.build(c.schedule, c.pp, short, c.chunks, m).parts) + 1
+    parts = max(simulation.build(c.schedule, c.pp, short, c.chunks).parts) + 1
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return data_ranks

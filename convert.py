@@ -68,7 +68,7 @@ FIELDS = {  # {field of Config: field there}
     "dropout": ("resid_pdrop", "dropout", None),
     "init_method_std": ("initializer_range", "init_std", "initializer_range"),
 }
-MORE = "model activation experts rotary_base untie_embeddings_and_output_weights".split()  # their values differ, too
+MORE = "model activation rotary_base untie_embeddings_and_output_weights".split()  # their values differ, too
 FIXED = (  # {field there: the only value that the model here has}
     dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
@@ -320,7 +320,6 @@ def config_to_hf(hf, c, tokenizer):
     """Return transformers' configuration of this Config."""
     kind, activations, end = kind_of(c), ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", activations, "transformers has no name for it")
-    configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")
     names = {field: column(hf_fields, kind) for field, hf_fields in FIELDS.items()}
     values = {name: getattr(c, field) for field, name in names.items() if name} | fixed(kind, c)
     values[names["max_position_embeddings"]] = c.positions

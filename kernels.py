@@ -523,12 +523,12 @@ def add_rows_(table, ids, rows):
 
 
 @triton.jit
-def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, columns, width, BLOCK: tl.constexpr):
+def cross_entropy_row(Z, TARGETS, DLOSSES, LOSSES, TOP, TOTAL, TARGET_LOGIT, columns, width, BLOCK: tl.constexpr):
     """TARGETS .. TARGET_LOGIT [rows]. Arguments that a launch does not use are None:
 
-        one rank             reads TARGETS and WEIGHTS               writes LOSSES, dz
+        one rank             reads TARGETS and DLOSSES               writes LOSSES, dz
         tp, first pass       reads TARGETS                           writes TOP, TOTAL, TARGET_LOGIT
-        tp, second pass      reads TARGETS, WEIGHTS, TOP, TOTAL      writes dz
+        tp, second pass      reads TARGETS, DLOSSES, TOP, TOTAL      writes dz
 
     TARGET_LOGIT is 0 if another rank has the target's column.
     """
@@ -552,8 +552,8 @@ def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, col
             tl.store(TOP + row, top)
             tl.store(TOTAL + row, total)
             tl.store(TARGET_LOGIT + row, z_target)
-    if WEIGHTS is not None:
-        weight = tl.load(WEIGHTS + row)
+    if DLOSSES is not None:
+        weight = tl.load(DLOSSES + row)
         factor = weight / total
         for first in range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
@@ -565,15 +565,15 @@ def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, col
 CROSS_ENTROPY = dict(BLOCK=8192, num_warps=32)
 
 
-def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
+def cross_entropy_(logits, targets, columns, dlosses=None, reduce=None):
     """Do the same as `reference.cross_entropy_`, with contiguous logits. The losses [n] are float32."""
-    assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
+    assert logits.is_contiguous() and (dlosses is None or dlosses.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # the gradient of losses.sum() has stride 0
+    dlosses = None if dlosses is None else dlosses.contiguous()  # the gradient of losses.sum() has stride 0
     launch = functools.partial(cross_entropy_row[(n,)], columns=columns, width=width, **CROSS_ENTROPY)
     if reduce is None:
         losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-        launch(logits, targets, weights, losses, None, None, None)
+        launch(logits, targets, dlosses, losses, None, None, None)
         return losses
     local_top, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
     launch(logits, targets, None, None, local_top, total, target)
@@ -581,8 +581,8 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     is_local = (targets >= 0) & (targets < columns)
     parts = [total * (local_top - top).exp(), (target - top).where(is_local, 0.0)]
     total, target = reduce(torch.stack(parts), "sum")
-    if weights is not None:
-        launch(logits, targets, weights, None, top, total, None)
+    if dlosses is not None:
+        launch(logits, targets, dlosses, None, top, total, None)
     return total.log() - target
 
 

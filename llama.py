@@ -23,7 +23,7 @@ import math
 from torch import nn
 
 from model import Head
-from parallel.context import WAYS
+from parallel.context import ulysses
 from parallel.tensor import ColumnParallelLinear, ParamSpec, RowParallelLinear, VocabParallelEmbedding
 
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.fc2 = RowParallelLinear(f"{name}.fc2", (h, f), residual_std, tp, sp, has_bias=False)
         self.index, self.seed, self.rotary_base, self.ops = index, c.seed, c.rotary_base, ops
         self.group = a // g + 2, d  # heads of a group, and their size
-        self.cp, self.over_cp = cp, WAYS[c.context] if c.cp > 1 else None
+        self.cp = cp
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
@@ -61,9 +61,9 @@ class Block(nn.Module):
         q, k, v = groups.split([groups.shape[3] - 2, 1, 1], 3)
         q, k = (self.ops.rotate(y, batch.sample_positions, self.rotary_base) for y in (q, k))
         q, k, v = (y.flatten(2, 3).contiguous() for y in (q, k, v))  # each [b, s, heads, d]
-        if self.over_cp:  # every head of queries gets a copy of its keys and values
+        if self.cp.size > 1:  # every head of queries gets a copy of its keys and values
             k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
-            y = self.over_cp(q, k, v, self.cp, self.ops)
+            y = ulysses(q, k, v, self.cp, self.ops)
         else:  # q [b, s, a/t, d]; k, v [b, s, g/t, d]
             y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])
         return self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]

@@ -24,7 +24,6 @@ from accounts.flops import hardware_flops, model_flops
 from accounts.meter import max_resident
 from accounts.metrics import keep_rows, set_aside, to_json
 from errors import agreed, explained, reading
-from parallel.comm import all_reduce
 from parallel.watch import Tool
 from recovery import checkpoint
 from recovery.replicas import APART
@@ -37,7 +36,6 @@ TIMED = {  # {phase of the watch: its name in Megatron-LM's log}
     "finish": "grad-reduce",
     "update": "optimizer",
     "batch": "batch-generator",
-    "penalty": "penalty",
 }
 
 
@@ -109,7 +107,7 @@ class PendingStep:
 
 
 class Interval:
-    """The steps since the last log line. unread: the newest `PendingStep`s.
+    """The steps since the last log line. unread: the newest `PendingStep`, or None.
 
     On a GPU the newest step is read one step later: then the device already works on the next one. All ranks have the
     same numbers, so they decide alike without communication.
@@ -117,33 +115,34 @@ class Interval:
 
     def __init__(self, run, say):
         self.run, self.say = run, say
-        self.steps, self.unread = [], []
+        self.steps, self.unread = [], None
         self.stop = False
         self.updated = False  # one of the steps that were read has changed the weights
         self.bad_losses = 0  # number of latest losses that are not finite
         self.bad_gradients = 0  # number of latest updates that were skipped, and that no smaller loss scale can cure
         self.start = time.perf_counter()
-        self.first = None  # (steps, seconds) of the first call
+        self.first = None  # seconds of the run's first step; 0.0 after the first row
 
     def add(self, pending):
-        """Read the steps before `pending`: a GPU computes `pending` meanwhile, so it never waits for the host."""
+        """Read the step before `pending`: a GPU computes `pending` meanwhile, so it never waits for the host."""
         self.read()
         self.unread = pending
-        if not (pending[-1].copied and self.first):
+        if not pending.copied or self.first is None:
             self.read()
-        if not self.first:  # this call compiled kernels
-            self.first = len(pending), time.perf_counter() - self.start
-            self.say(f"first step: {self.first[1]:.1f} s, with compilation; no speed of several steps includes it")
+        if self.first is None:  # this step compiled kernels
+            self.first = time.perf_counter() - self.start
+            self.say(f"first step: {self.first:.1f} s, with compilation; no speed of several steps includes it")
             self.run.timers.take(1)
 
     def read(self, last=False):
-        """Wait for the unread steps, and move them to `steps`. last: no step follows.
+        """Wait for the unread step, and move it to `steps`. last: no step follows.
 
         Raises UserError on all ranks after `stop_after_nan` losses in a row that are not finite, after as many skipped
         updates, after one such loss in the last step, or if the ranks have made different numbers of updates.
         """
         c = self.run.config
-        for step in (pending.read() for pending in self.unread):
+        if self.unread:
+            step = self.unread.read()
             if step.apart:
                 raise agreed(f"up to iteration {self.run.counters.iteration} {APART}")
             self.steps.append(step)
@@ -153,7 +152,7 @@ class Interval:
             overflow = self.run.dtype == "fp16" and not math.isfinite(step.grad_norm)
             curable = overflow and step.loss_scale > c.min_loss_scale
             self.bad_gradients = self.bad_gradients + 1 if step.skipped and not curable else 0
-        self.unread = []
+        self.unread = None
         most = c.stop_after_nan or math.inf
         saved = "nothing was saved since then"
         remedy = f"resume from a checkpoint in {c.out_dir} with other values (--lr)"
@@ -175,28 +174,11 @@ class Interval:
         """Return the row of metrics.jsonl, and begin the next interval."""
         self.read()
         steps, now = self.steps, time.perf_counter()
-        compiling, seconds = self.first if len(steps) > self.first[0] else (0, 0.0)
-        timed = len(steps) - compiling
-        row = metrics_row(self.run, steps, timed, now - self.start - seconds)
-        self.steps, self.start, self.first = [], now, (0, 0.0)
-        experts = experts_row(self.run) if self.run.config.experts else {}
-        return row | experts | {"timers_ms": self.run.timers.take(timed)}
-
-
-def experts_row(run):
-    """Return dropped_tokens, the share of the tokens' choices that were dropped since the last row, and largest_load,
-    the largest number of choices of an expert, divided by the mean of its block.
-    """
-    c, mesh = run.config, run.mesh
-    layers = [block.mlp for block in run.model.units[1:-1]]
-    counts = torch.zeros(c.num_layers, 2, c.experts, dtype=torch.float64, device=run.device)
-    for total, layer in zip(counts, layers, strict=True):  # 0 if another rank has the layer
-        total += layer.counts
-        layer.counts = 0
-    with mesh.watch("log"):
-        loads, dropped = all_reduce(counts, mesh.world, "loads of experts").wait().unbind(1)  # [layers, E]
-    largest = (loads / loads.mean(1, keepdim=True)).max()
-    return {"dropped_tokens": (dropped.sum() / loads.sum()).item(), "largest_load": largest.item()}
+        first = self.first if len(steps) > 1 else 0.0  # the speeds leave it out, unless the row has no other step
+        timed = len(steps) - (first > 0)
+        row = metrics_row(self.run, steps, timed, now - self.start - first)
+        self.steps, self.start, self.first = [], now, 0.0
+        return row | {"timers_ms": self.run.timers.take(timed)}
 
 
 def metrics_row(run, steps, timed, seconds):
@@ -319,9 +301,6 @@ class Logger:
         with explained(self.path), open(self.path, "ab", buffering=0) as file:
             file.write(f"{to_json(row)}\n".encode())
         self.say(MEGATRONS_LINE.format(**row))
-        if "dropped_tokens" in row:
-            dropped, load = f"{row['dropped_tokens']:.1%}", f"{row['largest_load']:.2f}"
-            self.say(f"experts: {dropped} of the choices dropped | largest load: {load} times the mean")
         if not self.has_memory_line:
             self.say(memory_line(row["iteration"], self.run.device))
             self.has_memory_line = True

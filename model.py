@@ -30,8 +30,7 @@ from torch import nn
 import reference
 from config import divides, module_of
 from errors import UserError
-from parallel.context import WAYS, own_positions
-from parallel.experts import Experts
+from parallel.context import ulysses
 from parallel.tensor import (
     ColumnParallelLinear,
     EmbeddingLookup,
@@ -58,7 +57,6 @@ class MicroBatch:
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
-    factor: float = 0.0  # the executor's factor of its mean loss; `experts.py` reads it
     real_losses: bool = False  # `Executor.real_losses`
     caches: list | None = None  # in generation: past keys and values of each block
 
@@ -86,9 +84,9 @@ class Block(nn.Module):
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp, ops)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
         self.ln2 = LayerNorm(f"{name}.ln2", h, ops)
-        self.mlp = (Experts if c.experts else MLP)(c, name, std, residual_std, tp, ops)
+        self.mlp = MLP(c, name, std, residual_std, tp, ops)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
-        self.cp, self.over_cp = cp, WAYS[c.context] if c.cp > 1 else None
+        self.cp = cp
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
@@ -101,8 +99,8 @@ class Block(nn.Module):
     def attention(self, x, batch):
         # each [b, s, heads/t, d]
         q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))
-        if self.over_cp:  # q, k, v have s/cp tokens
-            y = self.over_cp(q, k, v, self.cp, self.ops)
+        if self.cp.size > 1:  # q, k, v have s/cp tokens
+            y = ulysses(q, k, v, self.cp, self.ops)
         else:
             y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])
         return self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
@@ -221,10 +219,9 @@ class GPT(nn.Module):
         """Return {name: ParamSpec}. A tied parameter appears once."""
         return {spec.name: spec for unit in self.unit_specs for spec in unit}
 
-    def num_parameters(self, active=False):
-        """Return the number of parameters, padding too. active: only the experts that a token uses."""
-        c, total = self.config, sum(math.prod(spec.shape) for spec in self.specs().values())
-        return total - active * c.num_layers * (c.experts - c.top_k) * 8 * c.hidden_size**2
+    def num_parameters(self):
+        """Return the number of parameters, padding too."""
+        return sum(math.prod(spec.shape) for spec in self.specs().values())
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
         """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], from position `start` on.
@@ -233,9 +230,8 @@ class GPT(nn.Module):
         """
         sample_positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:
-            columns = own_positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
-            ids, targets = ids[:, columns], targets[:, columns]
-            sample_positions = sample_positions[columns]
+            ids, targets = (x.chunk(self.cp.size, 1)[self.cp.rank] for x in (ids, targets))
+            sample_positions = sample_positions.chunk(self.cp.size)[self.cp.rank]
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:

@@ -67,8 +67,6 @@ def choose_kernels(config, device, dtype):
     may give other last bits in each run.
     """
     choice, gpu = config.kernels, device.type == "cuda"
-    if gpu and config.cp > 1 and config.context == "ring":
-        raise UserError("context=ring: no kernel computes attention to a part of the keys yet; set --context=ulysses")
     if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):
         return reference
     try:

@@ -59,8 +59,8 @@ overlap-.*: not needed: communication always overlaps computation
 .*pipeline-parallel-degree: use --pp
 .*context-parallel-degree: use --cp
 num-layers-per-virtual-pipeline-stage: use --chunks, the number of parts of a rank
-expert-.*-parallel-size .*expert-parallel-degree: not needed: experts are cut over --tp
-moe-[^ar].* moe-router-[^t].*: not built: see GUIDE.md, Long sequences and experts
+expert-.*-parallel-size .*expert-parallel-degree: not built: see ladder/rung20_experts.py
+moe-.* num-experts: not built: see ladder/rung20_experts.py
 (training.|tokens.train-|max-)steps trainer.max-steps max-iters train-samples: use --train_iters
 .*seq-len .*sequence-length model.encoder-seq-length block-size: use --seq_length
 learning-rate: use --lr
@@ -83,6 +83,24 @@ qk-layernorm kv-channels rotary-percent use-rope-scaling: not built: see GUIDE.m
 attention-dropout: not built: --dropout is that of the outputs
 reset-attention-mask reset-position-ids eod-mask-loss: not built: documents in a sample see each other
 """
+
+
+# Fields that the program no longer has: (the value without an effect, the file with the first form of the scheme).
+EXPERTS = "ladder/rung20_experts.py"
+FORMER = {
+    "updates_per_call": (1, "ladder/rung14_pipedream.py"),
+    "context": ("ulysses", "ladder/rung21_ring_attention.py"),
+    "penalty": (0.0, "ladder/rung22_gradient_variance.py"),
+    "experts": (0, EXPERTS),
+    "top_k": (1, EXPERTS),
+    "expert_group": (0, EXPERTS),
+    "capacity_factor": (1.25, EXPERTS),
+    "balance": (0.01, EXPERTS),
+}
+
+
+def where_now(rung):
+    return f"see {rung}; the last commit whose train.py has it is 586328a"
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,6 +128,8 @@ class Parser(argparse.ArgumentParser):
         last = name.rpartition(".")[2]  # torchtitan has --training.seed, NeMo model.optim.lr
         if (ours := "--" + last.replace("-", "_")) in self._option_string_actions:
             return f"use {ours}"
+        if last.replace("-", "_") in FORMER:
+            return where_now(FORMER[last.replace("-", "_")][1])
         for names, _, answer in (row.partition(": ") for row in FOREIGN.splitlines()):
             if any(re.fullmatch(pattern, name) for pattern in names.split()):
                 return answer.format(flag)

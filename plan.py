@@ -87,7 +87,7 @@ def parse(arguments):
 def plan(options, config, device, fields):
     """Print the layouts that suit the options, or the given one."""
     gpus, chosen, lines = options.gpus, [config], []
-    search.check(config, options.tokens)
+    search.check_search(config, options.tokens)
     if not options.as_is and (options.top or not {"tp", "pp"} <= fields):
         layouts = search.rank_all(config, gpus, device, fields)
         fit, rest = ([f["config"] for f in layouts if f["fits"] == fits] for fits in (True, False))

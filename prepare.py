@@ -81,7 +81,8 @@ def find_files(inputs):
         return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
     files = []
     for name in inputs:
-        paths = list(walk(name, links=True)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
+        named = [name] if name.endswith(KINDS + JSON) else []
+        paths = list(walk(name, links=True)) if os.path.isdir(name) else named
         if not paths:
             raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}, or a .json file")
         files += paths
@@ -207,7 +208,7 @@ def encode_block(source, text_key, weights, block):
                 continue
             ids = b""
         split = split_of(part.file, part.line, weights)
-        encoded.append((split, ids + tokenizer.end_bytes * part.ends, part.ends))
+        encoded.append((split, ids + tokenizer.end_bytes if part.ends else ids, part.ends))
     return encoded, problems
 
 
@@ -283,7 +284,8 @@ def megatron_blocks(prefix, tokenizer, weights):
             raise ValueError(f"{ends[-1]:,} tokens in the .idx, {len(ids):,} in the .bin, ids up to {ids.max()}")
     for line, (begin, end) in enumerate(itertools.pairwise(ends.tolist()), 1):
         data = ids[begin:end].astype(f"<u{tokenizer.width}").tobytes()
-        data += tokenizer.end_bytes * (not data.endswith(tokenizer.end_bytes))
+        if not data.endswith(tokenizer.end_bytes):
+            data += tokenizer.end_bytes
         yield [(split_of(0, line, weights), data, True)], []
 
 

@@ -208,33 +208,6 @@ def attention(q, k, v, cache=None):
     return y.transpose(1, 2)
 
 
-def attention_part(q, k, v, i, j):
-    """Return (y [b, s, a, d], L [b, s, a]) of the attention of q to some keys: k, v [b, s', a, d].
-
-    i [s], j [s']: positions of queries and keys. L: the log-sum-exp of a query's scores.
-    """
-    scores = part_scores(q, k, i, j)
-    L = scores.logsumexp(-1, keepdim=True)
-    y = (scores - L).exp().to(v.dtype) @ v.transpose(1, 2)
-    return y.transpose(1, 2), L[..., 0].transpose(1, 2)
-
-
-def attention_part_backward(dy, q, k, v, y, L, i, j):
-    """Return (dq, dk, dv) of one part. y and L: of the attention to all keys."""
-    p = (part_scores(q, k, i, j) - L.transpose(1, 2)[..., None]).exp()
-    delta = (dy * y).sum(-1, dtype=L.dtype).transpose(1, 2)[..., None]
-    dy, q, k, v = (x.transpose(1, 2) for x in (dy, q, k, v))
-    ds = (p * (dy @ v.mT - delta) * q.shape[-1] ** -0.5).to(q.dtype)
-    return tuple(x.transpose(1, 2) for x in (ds @ k, ds.mT @ q, p.to(dy.dtype).mT @ dy))
-
-
-def part_scores(q, k, i, j):
-    """Return q k^T / sqrt(d), [b, a, s, s'], in at least float32; the lowest number for keys that are not visible."""
-    scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[-1] ** -0.5
-    scores = scores.to(wide_dtype(q))
-    return scores.masked_fill(~visible(i[:, None], j), torch.finfo(scores.dtype).min)  # -inf would give nan
-
-
 # --- gradients of parameters ------------------------------------------------------------------------------------------
 
 
@@ -291,11 +264,11 @@ def mixed_product(device, dtype):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
+def cross_entropy_(logits, targets, columns, dlosses=None, reduce=None):
     """Return -log softmax(logits)[target] of each token, [n]. Overwrite `logits` with their gradient.
 
     logits: [n, v/t], this rank's columns; only the first `columns` are no padding. targets: [n] int64, counted
-    from this rank's first column; those outside of 0 .. columns - 1 belong to other ranks. weights: [n], the gradient
+    from this rank's first column; those outside of 0 .. columns - 1 belong to other ranks. dlosses: [n], the gradient
     that arrives at each loss. None: no gradient. reduce(x, "max" or "sum"): combines x over the tp ranks.
     """
     z = logits.to(wide_dtype(logits))  # `logits` itself if it has this dtype
@@ -313,9 +286,9 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     total = p.sum(1)
     if reduce:
         total, target = reduce(torch.stack([total, target]), "sum")
-    if weights is not None:  # weight (softmax - onehot)
-        p *= (weights / total)[:, None]
-        p.scatter_add_(1, local, -(weights * is_local)[:, None])
+    if dlosses is not None:  # dloss (softmax - onehot)
+        p *= (dlosses / total)[:, None]
+        p.scatter_add_(1, local, -(dlosses * is_local)[:, None])
         if p is not logits:
             logits.copy_(p)
     return total.log() - target

@@ -193,8 +193,12 @@ ANSWERS = {
     "training.seed": "use --seed",  # our own name in another program's section
     "model.optim.lr": "use --lr",
     "model.tensor_model_parallel_size": "use --tp",
-    "moe-router-topk": "use --top_k",
-    "moe-z-loss-coeff": "not built: see GUIDE.md, Long sequences and experts",
+    "moe-router-topk": "not built: see ladder/rung20_experts.py",
+    "moe-z-loss-coeff": "not built: see ladder/rung20_experts.py",
+    "experts": "see ladder/rung20_experts.py; the last commit whose train.py has it is 586328a",
+    "context": "see ladder/rung21_ring_attention.py; the last commit whose train.py has it is 586328a",
+    "penalty": "see ladder/rung22_gradient_variance.py; the last commit whose train.py has it is 586328a",
+    "updates-per-call": "see ladder/rung14_pipedream.py; the last commit whose train.py has it is 586328a",
     "parallelism.data_parallel_replicate_degree": "use --zero_copies",
     "tokens.train_steps": "use --train_iters",
     "scheduler": "use --lr_decay_style",
@@ -213,7 +217,7 @@ TYPOS = (
 )
 
 
-UNDERSCORES = "microbatch_size clipgrad outdir adam_beta_1 updates_percall min-l-r".split()
+UNDERSCORES = "microbatch_size clipgrad outdir adam_beta_1 min-l-r".split()
 
 
 @pytest.mark.parametrize("name", [*TYPOS.split(), "global-batchsize", "micro_batch_sice", "recompte", *UNDERSCORES])
@@ -262,6 +266,12 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     "world, fields, message",
     [
         (1, dict(zero=4), "zero=4: should be one of 0, 1, 2, 3"),
+        (
+            2,
+            dict(pp=2, schedule="pipedream"),
+            "schedule=pipedream: should be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera "
+            "(pipedream: see ladder/rung14_pipedream.py; the last",
+        ),
         (1, dict(chunks=2), "chunks=2: 1f1b has one per rank; interleaved and zb-v have more"),
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
         (8, dict(pp=8), "num_layers=4: should be at least 6, because pp=8 and chunks=1 make 8 parts"),

@@ -105,7 +105,7 @@ def run_of(out, **fields):
     values = dict(train_iters=3, lr=1e-2, dropout=0.0, clip_grad=0.0, micro_batch_size=2, global_batch_size=4) | fields
     config = configuration.load([f"{out}/config.py", *(f"--{name}={value}" for name, value in values.items())])
     configuration.check(config, 1)
-    run = train.build(config, Mesh(), CPU)
+    run = train.build_run(config, Mesh(), CPU)
     train.restore(run, Path(out) / "step_0")
     return run
 
@@ -125,7 +125,7 @@ def exported(out, folder):
 
 @pytest.fixture(scope="module")
 def model():
-    run = train.build(tiny_config(1, init_method_std=0.3, max_position_embeddings=12), Mesh(), CPU)
+    run = train.build_run(tiny_config(1, init_method_std=0.3, max_position_embeddings=12), Mesh(), CPU)
     run.zero.initialize(1)
     return run.model
 

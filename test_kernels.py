@@ -411,7 +411,7 @@ def test_bytes_per_logit(reduce):
     with sanitizer.traffic() as t:
         kernels.cross_entropy_(logits, targets, 8000, weights, reduce)
     assert t.loaded["Z"] == 2 * row + 3 * 2 and t.stored["Z"] == row  # plus the target's logit
-    assert t.loaded["WEIGHTS"] == 3 * 4 and (reduce or t.stored.total() == row + 3 * 4)
+    assert t.loaded["DLOSSES"] == 3 * 4 and (reduce or t.stored.total() == row + 3 * 4)
 
 
 def test_the_work_of_attention(monkeypatch):
@@ -465,7 +465,7 @@ def launches(monkeypatch, arch=90, **fields):
     monkeypatch.setattr(train, "PendingStep", lambda *numbers: None)
     fields = dict(num_layers=1, dtype="bf16", vocab_size=257, micro_batch_size=1) | fields
     config = tiny_config(1, kernels="triton", **fields)
-    run = train.build(config, Mesh(), device)
+    run = train.build_run(config, Mesh(), device)
     ids, samples = torch.zeros(1, config.seq_length, dtype=torch.int64, device=device), torch.arange(1, device=device)
     with Products():
         train.train_step(run, iter(lambda: run.model.micro_batch(ids, ids, samples), None))
@@ -543,7 +543,7 @@ def test_machine_code(arch, monkeypatch):
 def trained(config, steps=2):
     if config.kernels == "triton":
         sanitizer.install()
-    run = train.build(config, Mesh.of(config), torch.device("cpu"))
+    run = train.build_run(config, Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     batches = tiny_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]

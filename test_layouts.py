@@ -28,8 +28,6 @@ from parallel.optimizer import RULES, Rule
 from testing.tiny import (
     FEW,
     LAYOUTS,
-    MIXTURE,
-    TINY,
     check_layout,
     covering,
     one_process,
@@ -67,13 +65,13 @@ def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, reco
     check_layout(configs, lambda function, *arguments: [function(*arguments)])
 
 
-SHARED = [{}, dict(activation="relu"), dict(model="llama"), dict(recompute="elementwise"), MIXTURE | dict(experts=4)]
+SHARED = [{}, dict(activation="relu"), dict(model="llama"), dict(recompute="elementwise")]
 
 
 @pytest.mark.parametrize("fields", SHARED, ids=str)
 def test_gradients_are_finite_differences(fields):
     """Layouts can't see a mistake that all of them share."""
-    config = tiny_config(1, init_method_std=0.2, dropout=0.1, **fields | {"balance": 0.0})
+    config = tiny_config(1, init_method_std=0.2, dropout=0.1, **fields)
     assert wrong_gradients(stirred(config)) == ""
 
 
@@ -81,7 +79,7 @@ ELEMENTWISE = [
     (2, 1, 1, dict(zero=3)),
     (1, 2, 1, dict(sequence_parallel=True, activation="relu")),
     (1, 1, 2, dict(schedule="zb-h1", zero=2)),
-    (1, 2, 1, dict(cp=2, context="ring")),
+    (1, 2, 1, dict(cp=2)),
 ]
 
 
@@ -130,16 +128,15 @@ def test_a_rule_with_a_sign_trains_the_same_model(workers):
 
 SIZES = {"dp": [1, 2, 4, 8], "tp": [1, 2, 4, 8], "pp": [1, 2, 4, 8], "cp": [1, 2, 4]}
 OTHERS = {
-    "schedule": [name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS],
+    "schedule": list(schedules.SCHEDULES),
     "zero": [0, 1, 2, 3],
     "sequence_parallel": [False, True],
     "recompute": ["none", "full"],
     "optimizer": list(RULES),
     "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
-    "context": CHOICES["context"],
 }
 # A new axis comes here, with its usual value first: then the ids of old layouts stay (`name`, `with_optimizer`).
-LATER = {"experts": [0, 4], "order": CHOICES["order"], "zero_copies": [1, 2]}
+LATER = {"order": CHOICES["order"], "zero_copies": [1, 2]}
 
 
 def number_of_micro_batches(word, pp):
@@ -156,24 +153,17 @@ def can_run(schedule, stages, m):
         return True
 
 
-def fits(dp, tp, pp, cp, context, experts, schedule, zero, zero_copies, sequence_parallel, micro_batches, order, **_):
+def fits(dp, tp, pp, cp, schedule, zero, zero_copies, sequence_parallel, micro_batches, order, **_):
     """Return False if the values do not go together, or a simpler point is the same layout."""
     redundant = (
-        (cp == 1 and context != "ulysses")
-        or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
+        (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
         or (pp == 2 and micro_batches == "fewer than stages")
         or (dp * cp == 1 and zero)
         or (zero_copies > 1 and (not zero or dp * cp <= zero_copies or dp * cp % zero_copies))
         or (tp == 1 and sequence_parallel)
         or (1 in (dp, pp) and order != "dp-pp-tp")
-        or (experts and (tp > 4 or (tp > 1 and not sequence_parallel) or not group_of_tokens(tp, cp, context)))
     )
     return not redundant and can_run(schedule, pp, number_of_micro_batches(micro_batches, pp))
-
-
-def group_of_tokens(tp, cp, context):
-    """Return the largest group of tokens that one rank has whole, at most 2."""
-    return min(2, TINY["seq_length"] // (tp * cp * (2 if context == "ring" else 1)))
 
 
 def ranks(dp, tp, pp, cp, **_):
@@ -213,14 +203,12 @@ def test_a_new_axis_changes_no_id(monkeypatch):
     assert before < {name(with_optimizer(point | dict(copies=n))) for point in points() for n in (1, 2)}
 
 
-def fitted(dp, tp, pp, cp, context, experts, schedule, micro_batches, **fields):
+def fitted(dp, tp, pp, cp, schedule, micro_batches, **fields):
     """Return (configuration, number of processes) of a point of the grid."""
     chunks = schedules.usual_chunks(schedule)
     layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one has no block
-    if experts:
-        fields |= MIXTURE | dict(experts=experts, expert_group=group_of_tokens(tp, cp, context))
     config = tiny_config(
-        dp, tp, pp=pp, cp=cp, context=context, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
+        dp, tp, pp=pp, cp=cp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * number_of_micro_batches(micro_batches, pp), lr=5e-3, dropout=0.1, **fields,
     )  # fmt: skip
     return config, dp * tp * pp * cp
@@ -232,7 +220,7 @@ def check_point(workers, point, steps=FEW):
 
 
 def name(point):
-    left_out = ["cp", "context"] * (point["cp"] == 1)
+    left_out = ["cp"] * (point["cp"] == 1)
     left_out += [axis for axis, (usual, *_) in LATER.items() if point[axis] == usual]
     values = [value for axis, value in point.items() if axis not in left_out]
     return "-".join(map(str, values)).replace(" ", "_")

@@ -153,25 +153,21 @@ def test_timers_and_validation_print_the_published_lines():
 # --- FLOPs, peaks, MFU ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("experts, top_k", [(0, 1), (4, 2)])
-def test_model_flops_count_every_product_of_the_blocks_and_the_head(experts, top_k):
+def test_model_flops_count_every_product_of_the_blocks_and_the_head():
     b, s, h, a, L, V = 2, 24, 32, 4, 3, 128
 
     def zeros(*shape):
         return torch.zeros(shape, requires_grad=True)
 
-    qkv, projection, router = zeros(h, 3 * h), zeros(h, h), zeros(h, experts)
+    qkv, projection = zeros(h, 3 * h), zeros(h, h)
     up, down, head = zeros(h, 4 * h), zeros(4 * h, h), zeros(h, V)
     with FlopCounterMode(display=False) as counter:
         x = zeros(b, s, h)
         for _ in range(L):
             q, k, v = (x @ qkv).view(b, s, 3, a, h // a).permute(2, 0, 3, 1, 4)  # [b, a, s, d] each
-            x = ((q @ k.mT) @ v).transpose(1, 2).reshape(b, s, h) @ projection
-            x = (x @ router).sum() + x if experts else x
-            x = sum(x @ up @ down for _ in range(top_k))
+            x = ((q @ k.mT) @ v).transpose(1, 2).reshape(b, s, h) @ projection @ up @ down
         (x @ head).sum().backward()
-    sizes = dict(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=V)
-    config = Config(experts=experts, top_k=top_k, **sizes)
+    config = Config(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=V)
     ours, counted = flops.model_flops(config, batch=b), counter.get_total_flops()
     assert ours == pytest.approx(counted, rel=1e-12), f"model_flops is {ours / counted:.6g} of what PyTorch counts"
 
@@ -250,7 +246,7 @@ def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
     def step(seconds):
         with run.timers.span("update"):
             clock.now += seconds
-        history.add([Ready(STEP)])
+        history.add(Ready(STEP))
 
     step(100.0)
     step(2.0)
@@ -269,31 +265,31 @@ def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
 def test_a_line_of_the_first_step_alone_has_its_speed(clock):
     history = log.Interval(run_of(), print)
     clock.now = 100.0
-    history.add([Ready(STEP)])
+    history.add(Ready(STEP))
     assert history.row()["iteration_ms"] == 100_000
 
 
 def test_a_step_on_a_gpu_is_judged_when_the_next_one_runs():
-    """A stop is one step later. On the CPU, and after a call of PipeDream, it is at once."""
+    """A stop is one step later. On the CPU it is at once."""
     history, stop = log.Interval(run_of(), print), Ready(STEP._replace(stop=True))
-    history.add([Ready(STEP)])
+    history.add(Ready(STEP))
     reads = []
     stop.copied = SimpleNamespace(synchronize=lambda: reads.append("stop"))
-    history.add([stop])
+    history.add(stop)
     assert not history.stop and not reads
-    history.add([Ready(STEP)])
+    history.add(Ready(STEP))
     assert history.stop
 
 
 def test_losses_that_are_not_finite_stop_the_run_and_every_save():
     nan, patient = Ready(STEP._replace(loss=math.nan)), log.Interval(run_of(Config(stop_after_nan=3)), print)
-    for steps in ([nan, nan], [Ready(STEP)], [nan], [nan]):
-        patient.add(steps)
-        assert (patient.bad_losses == 0) == (steps[0] is not nan)
+    for step in (nan, nan, Ready(STEP), nan, nan):
+        patient.add(step)
+        assert (patient.bad_losses == 0) == (step is not nan)
     with pytest.raises(UserError, match="the last 2 are not finite"):
         patient.read(last=True)
     with pytest.raises(UserError, match="the last 3 are not finite"):
-        patient.add([nan])
+        patient.add(nan)
 
 
 def test_ranks_with_different_numbers_of_updates_stop_the_run():
@@ -312,13 +308,13 @@ def test_skipped_updates_stop_the_run_unless_a_smaller_loss_scale_can_cure_them(
     run.dtype = dtype
     interval, skipped = log.Interval(run, print), Ready(SKIPPED._replace(loss_scale=scale))
     for step in (skipped, skipped, Ready(STEP), skipped, skipped):
-        interval.add([step])
+        interval.add(step)
     interval.read(last=True)
     assert interval.bad_losses == 0 and interval.bad_gradients == (0 if cured else 2)
     if cured:
-        return interval.add([skipped])
+        return interval.add(skipped)
     with pytest.raises(UserError, match=r"^grad_norm: the last 3 are not finite, so these updates were skipped"):
-        interval.add([skipped])
+        interval.add(skipped)
 
 
 # --- timers -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ initial weight on the parameter's name, for dropout on sample, position and laye
 needs no random state.
 """
 
-from errors import agreed, exit_on_user_error  # isort: skip
+from errors import exit_on_user_error  # isort: skip
 import contextlib
 import faulthandler
 import itertools
@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
 import torch
 
@@ -32,8 +31,6 @@ from parallel.comm import agree, all_reduce
 from parallel.layout import Layout, build_for, number_of_micro_batches
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
-from parallel.penalty import PenalisedExecutor
-from parallel.pipedream import PipeDream
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
@@ -64,7 +61,8 @@ def train_step(run, batches):
 
     with mesh.watch("update"):
         # One all_reduce gives every rank the loss, the squared norm, whether a rank shall stop, and the updates so far.
-        loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
+        if mesh.tp.rank > 0:
+            loss = torch.zeros_like(loss)  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
         sums = torch.stack([loss, zero.squared_norm(), stop, zero.updates])
         loss, squared_norm, stop, updates = all_reduce(sums, mesh.world, "scalars").wait()
@@ -88,40 +86,6 @@ def train_step(run, batches):
     run.counters.iteration += 1
     run.counters.consumed_samples += samples  # also those of a skipped step
     return pending
-
-
-def train_call(run, batches):
-    """Make the updates of one call, in place of `train.train_step`. Return a list of `PendingStep`.
-
-    A call ends at a multiple of `updates_per_call`. Raises UserError on every rank if a gradient is
-    not finite.
-    """
-    c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
-    n = c.updates_per_call - counters.iteration % c.updates_per_call
-    m = number_of_micro_batches(c, c.global_batch_size, mesh.data.size)
-    share = 1 / (m * mesh.data.size)
-    rates = learning_rate(c, zero.updates + 1 + torch.arange(n, device=run.device))
-    one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
-    scalars = [reference.update_scalars(lr, one, zero.updates + k, never, *betas) for k, lr in enumerate(rates, 1)]
-    zero.zero_grad()
-    losses, squares = run.executor.call(batches, n * m, share, scalars)
-
-    with mesh.watch("update"):
-        losses = share * losses if mesh.tp.rank == 0 else 0 * losses
-        stop = losses.new_full((1,), float(run.signals.stop))
-        sums = torch.cat([losses, squares, stop, zero.updates.double()[None]])
-        losses, squares, stop, updates = all_reduce(sums, mesh.world, "scalars").wait().split([n, n, 1, 1])
-        apart = updates != mesh.world.size * zero.updates
-        columns = losses, squares.sqrt(), rates, 0 * rates, stop.expand(n), apart.expand(n)
-        numbers = torch.stack(columns, dim=1).cpu()
-    for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
-        if not math.isfinite(norm):
-            advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
-            raise agreed(f"iteration {k}: the gradient norm is {norm}: {advice}")
-    run.steps[n * m] += n
-    counters.iteration += n
-    counters.consumed_samples += n * c.global_batch_size
-    return [PendingStep(row, 1.0, c.global_batch_size) for row in numbers]
 
 
 @torch.no_grad()
@@ -165,12 +129,13 @@ def train(run, tokens, validation, logger):
         batches, last = training_batches(run, loader), counters.iteration >= c.train_iters
         first = True  # no copies are compared yet
         while not last:
-            before = counters.iteration
-            run.watchdog.progress(f"iteration {before + 1}")
-            steps = train_call(run, batches) if run.schedule.versions else [train_step(run, batches)]
-            interval.add(steps)
+            run.watchdog.progress(f"iteration {counters.iteration + 1}")
+            interval.add(train_step(run, batches))
             last = counters.iteration >= c.train_iters or interval.stop
-            due = partial(crossed, before, counters.iteration, last)
+
+            def due(every, now=counters.iteration, last=last):
+                return last or (every > 0 and now % every == 0)
+
             validates = validation and due(c.eval_interval) and not interval.stop
             if due(c.log_interval) or validates:
                 row = interval.row() | tokens.progress(counters.consumed_samples)
@@ -196,14 +161,6 @@ def train(run, tokens, validation, logger):
         logger.say(f"stopped after iteration {counters.iteration}; {again}")
     else:
         logger.say(f"trained to iteration {counters.iteration}; python generate.py {c.out_dir}")
-
-
-def crossed(before, now, last, every):
-    """Return True in the last iteration, or if a multiple of `every` (not 0) lies in before + 1 .. now.
-
-    A call of PipeDream makes several updates, so now may be larger than before + 1.
-    """
-    return last or (every > 0 and now // every > before // every)
 
 
 def training_batches(run, loader):
@@ -245,23 +202,18 @@ class Run:
     steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches}
 
 
-def build(config, mesh, device):
+def build_run(config, mesh, device):
     """Return the Run of this rank. Its weights are 0 until `Zero.initialize` or `restore`."""
     dtype = operations.resolved_dtype(config, device)
-    exact = not config.penalty or dtype in ("fp32", "fp64")
-    configuration.require(config, "penalty", exact, f"needs --dtype=fp32 or fp64; dtype=auto is {dtype} here")
     ops = operations.choose(config, device, dtype)
     model = GPT(config, mesh.tp, ops, mesh.cp)
     m = number_of_micro_batches(config, config.global_batch_size, mesh.data.size)
-    schedule = build_for(config, mesh.data.size, m * config.updates_per_call)
+    schedule = build_for(config, m)
     layout = Layout(config, mesh.data.size, model.unit_specs, schedule)
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
     mesh.watch.tools = [timers]
-    kind = PenalisedExecutor if config.penalty else Executor
-    if schedule.versions and not config.eval_only:
-        kind = PipeDream
-    executor = kind(model, zero, config, mesh, layout, schedule)
+    executor = Executor(model, zero, config, mesh, layout, schedule)
     scale = LossScale(config, dtype)
     rates = learning_rate(config, torch.arange(1, config.train_iters + 1)).to(device)
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
@@ -309,7 +261,7 @@ def run_training(config, mesh, device):
         watchdog = hang.Watchdog()
         if mesh.world.size > 1 and not config.eval_only:
             watchdog.watch(mesh, config.out_dir, 0.8 * config.comm_timeout)
-        run = agree(mesh.world, lambda: build(config, mesh, device))
+        run = agree(mesh.world, lambda: build_run(config, mesh, device))
         run.watchdog = watchdog
         if mesh.rank == 0:
             # This is printed first, because setting the weights may take minutes.

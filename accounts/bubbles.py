@@ -24,7 +24,7 @@ def simulate(schedule, cost, comm=0):
     producers end, if those run on another rank. cost: {kind: duration of an action of one chunk}.
     """
     check_actions(schedule)
-    return timeline(run_in_order(schedule, {"U": 0} | cost, comm), len(schedule.actions))
+    return timeline(run_in_order(schedule, cost, comm), len(schedule.actions))
 
 
 def timeline(events, ranks):
@@ -75,8 +75,6 @@ FORMULAS = {
         "min(m+1+r, 2*m, 2*p)",
         "m >= 2*p-1 and W <= F <= I",
     ),
-    "pipedream": ONE_F_ONE_B,
-    "pipedream-2bw": ONE_F_ONE_B,
     "chimera": Formula(
         "(p-2) / (2*m+p-2)",
         "min((p+1)//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)",

@@ -78,7 +78,7 @@ class Clock(Tool):
 
     def __init__(self, run):
         self.watch, self.counters, self.delay = run.mesh.watch, run.counters, run.config.delay / 1000
-        self.updates, self.on_gpu, self.steps = run.config.updates_per_call, run.device.type == "cuda", {}
+        self.on_gpu, self.steps = run.device.type == "cuda", {}
 
     def __enter__(self):
         self.zero = self.now(), self.on_gpu and self.mark()
@@ -144,5 +144,5 @@ class Clock(Tool):
                 wire = min(ended - began, ended - max(start for _, start, *_ in peers[key]))
                 row = next((other for other, *_ in peers[key] if other[3] == "send"), row)[:3] + row[3:]
             for i, number in enumerate((1, ended - began, max(0.0, wire))):
-                sums[row][key[2]][i] += number / self.updates
+                sums[row][key[2]][i] += number
         return {row: [*map(median, zip(*steps.values(), strict=True))] for row, steps in sums.items()}

@@ -3,14 +3,12 @@
 python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
 python -m accounts.draw 1f1b pipedream --steps=2   two steps: 1F1B becomes empty between them, PipeDream does not
 python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
-python -m accounts.draw --cp=4                     the tokens of context parallel ranks
 """
 
 import json
 import math
 import shutil
 from statistics import fmean
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from accounts import figures
@@ -20,7 +18,6 @@ from accounts.trace import HIDDEN
 from errors import UserError, exit_on_user_error, reading
 from options import Parser
 from parallel import schedules, simulation
-from parallel.context import WAYS, own_positions
 from parallel.schedules import Action, Schedule
 from parallel.simulation import Event
 
@@ -38,7 +35,7 @@ class Picture(NamedTuple):
     schedule: Schedule
     timeline: Timeline
     notes: list  # lines below the picture in the terminal
-    versions: dict  # {(rank, F or B): version of the weights}; empty without updates
+    versions: dict  # PipeDream: {(rank, F or B): updates in the weights that it uses}; others: empty
     calls: tuple = ()  # recorded communications: (rank, "=" or "#", start, end)
 
     @property
@@ -73,7 +70,7 @@ def terminal(pictures, columns):
     for picture in pictures:
         lines += ["", picture.title]
         for rank in range(picture.ranks):
-            boxes, versions = row(picture, rank, scale)
+            boxes, versions = row_of_boxes(picture, rank, scale)
             lines.append(f"rank {rank}".ljust(label) + boxes)
             if picture.versions:
                 lines.append("version".ljust(label) + versions)
@@ -95,7 +92,7 @@ def columns_per_time(pictures, columns):
     return min(box, int(room + 1e-6) or room) / shortest
 
 
-def row(picture, rank, scale):
+def row_of_boxes(picture, rank, scale):
     """Return two texts with `scale` columns a unit of time: the boxes and their versions."""
     boxes = versions = ""
     for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
@@ -132,25 +129,38 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, steps=1, s
     steps: all ranks end a step together, but PipeDream runs the micro-batches of all steps without a pause.
     stashing=False: in PipeDream each backward uses the latest weights.
     """
-    if name in schedules.ASYNCHRONOUS:
+    asynchronous, versions = name == "pipedream", {}
+    if asynchronous:
         microbatches, steps = microbatches * steps, 1
-    schedule = simulation.build(name, stages, microbatches, chunks)
+    schedule = simulation.build("1f1b" if asynchronous else name, stages, microbatches, chunks)
     v = chunks_per_rank(schedule)
     step = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     line = repeated(step, microbatches, steps, stages)
+    if asynchronous:
+        line, versions = updated(line, stages, stashing)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
     title += f", {steps} steps" if steps > 1 else ""
     bubble, peak = notes_of(line)
     peak += f", each 1/{v} of a stage's" if v > 1 else ""
-    if stages > 1 and name in FORMULAS:
-        formula, letters = FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
+    if stages > 1 and (formula := FORMULAS.get("1f1b" if asynchronous else name)):
+        letters = dict(p=stages, m=microbatches, v=v, **cost)
         if comm == 0 and steps == 1 and by_formula(formula.where, **letters):  # a formula is of one step
             bubble += f" | {formula.bubble} = {by_formula(formula.bubble, **letters):.4f}"
         peaks = " ".join(str(by_formula(formula.peak, r=r, **letters)) for r in range(stages))
         peak += f" | {formula.peak} = {peaks}"
-    if schedule.versions:
-        title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
-    return Picture(title, schedule, line, [bubble, peak], versions_of(schedule, stashing))
+    if asynchronous:
+        title += f", {microbatches} updates" + ("" if stashing else ", without weight stashing")
+    return Picture(title, schedule, line, [bubble, peak], versions)
+
+
+def updated(line, stages, stashing):
+    """Return (Timeline, `Picture.versions`) of PipeDream: 1F1B's order without a pause, and an update after each B."""
+    events, versions = [], {}
+    for event in line.events:
+        rank, (kind, j, chunk), _, end = event
+        versions[rank, event.action] = max(j - (stages - 1 - rank), 0) if stashing or kind == "F" else j
+        events += [event, Event(rank, Action("U", j, chunk), end, end)] if kind == "B" else [event]
+    return line._replace(events=events), versions
 
 
 def repeated(line, microbatches, steps, ranks):
@@ -175,17 +185,6 @@ def notes_of(line, unit=""):
     if line.step_bubble - line.bubble > 1e-4:
         bubble += f" | whole step: {line.step_bubble:.4f} of {line.makespan:.4g} {unit}".rstrip()
     return [bubble, f"peak   {peaks} in flight"]
-
-
-def versions_of(schedule, stashing=True):
-    """Return `Picture.versions`."""
-    table = {}
-    for rank, versions in enumerate(schedule.versions or ()):
-        updates = 0
-        for action in schedule.actions[rank]:
-            updates += action.kind == "U"
-            table[rank, action] = versions[action.microbatch] if stashing or action.kind == "F" else updates
-    return table
 
 
 def recorded_pictures(path, window=""):
@@ -213,10 +212,10 @@ def recorded_pictures(path, window=""):
             if not 0 <= first < last:
                 raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {recorded.makespan:.0f} ms")
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
-    title, versions = f"{schedule.name}, ideal: {means}, messages no time", versions_of(schedule)
-    ideal = Picture(title, schedule, simulated, notes_of(simulated, "ms"), versions)
+    title = f"{schedule.name}, ideal: {means}, messages no time"
+    ideal = Picture(title, schedule, simulated, notes_of(simulated, "ms"), {})
     title = f"{schedule.name}, recorded: step {step}"
-    picture = Picture(title, schedule, recorded, notes_of(recorded, "ms"), versions, calls)
+    picture = Picture(title, schedule, recorded, notes_of(recorded, "ms"), {}, calls)
     return [zoomed(picture, first, last)] if window else [ideal, picture]
 
 
@@ -239,7 +238,7 @@ def read_trace(path):
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
     about, steps, calls = trace["otherData"], {}, []
-    sizes = [about.get(name) for name in ("stages", "microbatches", "chunks", "per_update")]
+    sizes = [about.get(name) for name in ("stages", "microbatches", "chunks")]
     for e in (e for e in trace["traceEvents"] if e["pid"] == 0 and "dur" in e):
         start, end = e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000
         if e["cat"] in KINDS:
@@ -250,18 +249,6 @@ def read_trace(path):
     return simulation.build(about["schedule"], *sizes), steps, calls
 
 
-def tokens_of_ranks(n):
-    """Return the text that --cp prints."""
-    s, lines = 64 // (2 * n) * 2 * n, []
-    for way in WAYS:
-        lines.append(f"{way}: {s} tokens on {n} ranks; #: a token of the rank; at the end: keys that its tokens see")
-        for rank in range(n):
-            positions = set(own_positions(s, SimpleNamespace(size=n, rank=rank), way).tolist())
-            boxes = "".join("#" if i in positions else "." for i in range(s))
-            lines.append(f"rank {rank}  {boxes} {sum(i + 1 for i in positions):>5}")
-    return "\n".join(lines)
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +256,9 @@ def parse_arguments(arguments):
     """--cost stays text: `pictures_of` reads it, and checks it together with --comm."""
     parser = Parser(prog="python -m accounts.draw", allow_abbrev=False)
     parser.description = "Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight."
-    parser.epilog = f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py."
+    parser.epilog = (
+        f"Schedules: {', '.join(schedules.SCHEDULES)}, pipedream. To add one: SCHEDULES in parallel/schedules.py."
+    )
     add = parser.add_argument
     add("names", nargs="*", default=["1f1b"], metavar="SCHEDULE", help="drawn under one another (default: 1f1b)")
     add("--stages", type=int, default=4, metavar="P", help="pipeline stages, one on each rank (default: 4)")
@@ -279,7 +268,6 @@ def parse_arguments(arguments):
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
-    add("--cp", type=int, choices=range(2, 33), metavar="N", help="draw only the tokens of N context parallel ranks")
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
     add("--window", default="", metavar="A,B", help="with --trace: draw only the milliseconds from A to B of the step")
     add("--svg", metavar="FILE", help="also write the pictures to a file")
@@ -309,11 +297,8 @@ def pictures_of(options):
 
 
 def main(arguments=None):
-    """Print the pictures, as wide as the terminal (120 columns in a pipe); --cp prints only the tokens."""
+    """Print the pictures, as wide as the terminal (120 columns in a pipe)."""
     options = parse_arguments(arguments)
-    if options.cp:
-        print(tokens_of_ranks(options.cp))
-        return
     pictures = pictures_of(options)
     print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns))
     if options.svg:

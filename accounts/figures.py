@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from contextlib import contextmanager
 
+from accounts import ledger
 from accounts.memory import model_states
 from accounts.report import sent_table
 from errors import UserError, reading
@@ -136,7 +137,7 @@ def traffic(path, p):
     for name in p.layout.all_buckets:
         links |= {("holders", *pair) for pair in itertools.pairwise(p.layout.holders(name))}
     shards = p.layout.data_ranks // c.zero_copies  # consecutive data ranks that sum gradients; copies sum shards
-    ranks = grid_of_ranks(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
+    ranks = grid_of_ranks(ledger.axis_sizes(p.layout)["world"], c.tp, c.pp, c.cp, c.order)
     table = sent_table("each stage", p.layout, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
 
     def place(d, stage, t):

@@ -20,8 +20,6 @@ Like Megatron-LM we count all s by s products of attention, although the causal 
 This is GPT-2. Other models have other weights (`weights` reads them from the model), and the same attention.
 """
 
-from fractions import Fraction
-
 from accounts.matrices import matrices_of
 
 
@@ -32,14 +30,9 @@ def model_flops(config, batch, block_forwards=3):
 
 
 def weights(config):
-    """Return how many weights a token meets: (in a block, in the head). In GPT-2: 12 h^2 and V h.
-
-    Of experts it meets k MLPs and the router. Empty places count nothing, and dropped tokens count as if they were
-    computed.
-    """
-    matrices, share = matrices_of(config), Fraction(config.top_k, config.experts or 1)
-    block = sum(m.elements * (share if m.kind == "experts" else 1) for m in matrices.block)
-    return int(block), matrices.head
+    """Return how many weights a token meets: (in a block, in the head). In GPT-2: 12 h^2 and V h."""
+    matrices = matrices_of(config)
+    return sum(m.elements for m in matrices.block), matrices.head
 
 
 def hardware_flops(config, batch):

@@ -4,20 +4,19 @@ TABLE has the slide's columns: 通信内容 (what), 通信形式 (operation) and
 evaluated: `predict_sent`, the tables of --ledger and plan.py follow from them. `comm.Ledger` counts the same in a run.
 
 Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp, c = cp, n data ranks (dp cp),
-m micro-batches, L layers of this pipeline rank, E experts; sp: sequence parallelism, zero: the ZeRO stage, lamb: LAMB
+m micro-batches, L layers of this pipeline rank; sp: sequence parallelism, zero: the ZeRO stage, lamb: LAMB
 or LARS. Below each title:
 
     layer        rows, columns: elements of the outputs of its row parallel linears, and of the inputs of its column
-                 parallel linears; kv: of keys and values; runs: forwards, 2 with full recomputation; places: of all
-                 experts, for tokens
+                 parallel linears; kv: of keys and values; runs: forwards, 2 with full recomputation
     micro-batch  embeddings, heads: forwards of them; bsh: elements of an activation, b s h / c; losses: times that the
                  head computes its losses, in `pieces` of `piece` tokens
     boundary     between two consecutive chunks on different ranks; down, up: messages to the next and to the previous
                  chunk; message: elements of one
     bucket       P: elements, with padding; part: those that this rank updates; partial, replicated: those that are
-                 summed over tp; used: 1 if it has gradients, 2 with penalty; versions: of its parameters; whole: 1 if
+                 summed over tp; used: 1 if it has gradients; whole: 1 if
                  Muon needs whole matrices; cut: elements of those that tp cuts
-    step         norms: two of each parameter; updates: PipeDream has several
+    step         norms: two of each parameter
 
 In GPT-2 a layer has two rows and two columns of bsh elements. So a rank sends 8 Lm bsh (t-1)/t elements of activations
 over tp, with recomputation 12, with sequence parallelism 10, with both 14. Over data it sends 2 P (n-1)/n elements with
@@ -32,16 +31,13 @@ from fractions import Fraction
 from types import CodeType
 from typing import NamedTuple
 
-from accounts.gpt2 import expert_places
 from accounts.matrices import matrices_of
 from errors import reading
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import REPLICATED, replica_sums, rows_outside, tokens_of_rank
-from parallel.muon import is_cut
 from parallel.optimizer import RULES
 from parallel.tensor import ROWS
-from parallel.versions import published
 
 # axis, what, operation, condition, [elements of each call], bytes of an element (double: 8), note
 TABLE = """
@@ -49,10 +45,7 @@ layer, micro-batch
     tp       activations                   all_reduce      not sp         runs*rows + columns       item    y in F, dx
     tp       activations                   reduce_scatter  sp             runs*rows + columns       item    y in F, dx
     tp       activations                   all_gather      sp             (runs+1)*columns + rows   item    x, dy
-    tp       tokens for experts            all_to_all      E              (2*runs+2)*[places*h]     item
-    cp       keys and values               send            ring           (runs+1)*(c-1)*[kv]       item
-    cp       gradients of keys and values  send            ring           (c-1)*[kv]                wide
-    cp       tokens for heads              all_to_all      not ring       (2*runs+2)*[kv]           item    q, k, v, y
+    cp       tokens for heads              all_to_all      True           (2*runs+2)*[kv]           item    q, k, v, y
 micro-batch
     tp       embedding                     all_reduce      not sp         embeddings*[bsh]          item    y in F
     tp       embedding                     reduce_scatter  sp             embeddings*[bsh]          item    y in F
@@ -68,20 +61,20 @@ bucket, micro-batch
     shards   gradients                     reduce_scatter  zero >= 2      [P]                       wide
     shards   parameters                    all_gather      zero == 3      2*[P]                     item    in F, B
 bucket, step
-    shards   gradients                     all_reduce      zero == 0      updates*used*[P]          wide
-    shards   gradients                     reduce_scatter  zero == 1      updates*used*[P]          wide
-    shards   parameters                    all_gather      0 < zero < 3   versions*[P]              item
-    copies   gradients                     all_reduce      True           updates*[part]            wide
-    holders  twin gradients                all_reduce      True           updates*[part]            wide
-    tp       partial gradients             all_reduce      True           updates*partial           wide
-    tp       replicated gradients          all_reduce      True           updates*replicated        wide    if n > 2
-    shards   momentum                      all_gather      zero > 0       updates*whole*[P]         wide    of Muon
-    tp       momentum                      all_gather      True           updates*cut               wide    of Muon
+    shards   gradients                     all_reduce      zero == 0      used*[P]                  wide
+    shards   gradients                     reduce_scatter  zero == 1      used*[P]                  wide
+    shards   parameters                    all_gather      0 < zero < 3   [P]                       item
+    copies   gradients                     all_reduce      True           [part]                    wide
+    holders  twin gradients                all_reduce      True           [part]                    wide
+    tp       partial gradients             all_reduce      True           partial                   wide
+    tp       replicated gradients          all_reduce      True           replicated                wide    if n > 2
+    shards   momentum                      all_gather      zero > 0       whole*[P]                 wide    of Muon
+    tp       momentum                      all_gather      True           cut                       wide    of Muon
 step
     tp       parameter norms               all_reduce      lamb           [norms]                   double
     shards   parameter norms               all_reduce      lamb and zero  [norms]                   double
     holders  parameter norms               all_reduce      lamb           [norms]                   double
-    world    scalars                       all_reduce      True           [2*updates + 2]           double
+    world    scalars                       all_reduce      True           [4]                       double
 """
 
 
@@ -123,7 +116,7 @@ EVERY_ROW = read(TABLE)
 def rows_of(layout):
     """Yield the Rows whose condition holds for a layout."""
     c = layout.config
-    letters = dict(sp=c.sequence_parallel, zero=layout.zero_stage, E=c.experts, ring=c.context == "ring")
+    letters = dict(sp=c.sequence_parallel, zero=layout.zero_stage)
     letters["lamb"] = RULES[c.optimizer].layerwise
     name = {} if c.zero_copies > 1 else {"shards": "data"}
     for row in EVERY_ROW:
@@ -144,9 +137,9 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
     item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
     real_losses: of the Executor.
     """
-    table, updates = {}, schedules.updates(schedule)
+    table = {}
     letters = letters_of_rank(layout, schedule, pp_rank, real_losses)
-    letters |= dict(item=item, wide=master_item, double=8, updates=updates)
+    letters |= dict(item=item, wide=master_item, double=8)
     occasions = occasions_of(layout, schedule, pp_rank, data_rank, letters)
     for row in rows_of(layout):
         key = row.axis, row.what, row.operation
@@ -157,17 +150,25 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
                     calls, sent = table.get(key, (0, 0))
                     sent += sent_bytes(row.operation, n, times * sum(elements) * letters[row.width])
                     table[key] = calls + times * len(elements), sent
-    return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
+    return table
+
+
+def axis_sizes(layout):
+    """Return {name of a `mesh.Axis`: its number of ranks}."""
+    c = layout.config
+    sizes = {"data": layout.data_ranks, "shards": layout.shards, "copies": c.zero_copies, "cp": c.cp, "tp": c.tp}
+    return sizes | {"pp": c.pp, "world": layout.data_ranks * c.tp * c.pp}
 
 
 def occasions_of(layout, schedule, pp_rank, data_rank, letters):
     """Return {Row.per: [(times in a step, {axis: ranks}, letters)]} of a rank. letters: those of all its rows."""
-    ranks, passes, buckets, norms = layout.axis_sizes(), layout.passes(schedule, pp_rank), [], Counter()
+    ranks, passes, buckets, norms = axis_sizes(layout), layout.passes(schedule, pp_rank), [], Counter()
     for name, bucket in layout.buckets(pp_rank).items():
         holders, used = tuple(layout.holders(name)), passes[name] > 0
-        more = letters_of_bucket(layout, bucket, data_rank)
-        more |= dict(versions=published(schedule, holders), used=2 * used if layout.config.penalty else used)
-        buckets.append((passes[name], ranks | {"holders": len(holders)}, letters | more))
+        more = letters_of_bucket(layout, bucket, data_rank) | {"used": used}
+        axes = {"holders": len(holders), "tp": bucket.tp, "data": bucket.data_ranks}
+        axes |= {"shards": min(layout.shards, bucket.data_ranks), "copies": min(ranks["copies"], bucket.data_ranks)}
+        buckets.append((passes[name], ranks | axes, letters | more))
         norms[holders] += 2 * len(bucket.specs)
     once = 1, ranks, letters | {"norms": norms.total()}
     return {
@@ -191,7 +192,6 @@ def letters_of_rank(layout, schedule, rank, real_losses):
         columns=[tokens * m.inputs for m in matrices.of_kind("column")],
         rows=[tokens * m.outputs for m in matrices.of_kind("row")],
         runs=2 if c.recompute == "full" else 1,
-        places=expert_places(c) if c.experts else 0,
         kv=2 * tokens * c.hidden_size // c.tp,
         h=c.hidden_size,
         c=c.cp,
@@ -202,13 +202,13 @@ def letters_of_rank(layout, schedule, rank, real_losses):
         bsh=tokens * c.hidden_size,
         pieces=losses * pieces,
         piece=Fraction(tokens, pieces),
-        down=messages(schedule, rank, "F", schedules.downstream),
-        up=messages(schedule, rank, "BI", schedules.upstream),
+        down=number_of_messages(schedule, rank, "F", schedules.downstream),
+        up=number_of_messages(schedule, rank, "BI", schedules.upstream),
         message=rows_outside(c) * c.hidden_size,
     )
 
 
-def messages(schedule, rank, kinds, neighbour):
+def number_of_messages(schedule, rank, kinds, neighbour):
     """Return how many messages a rank's actions of these kinds send to other ranks."""
     chunks = [neighbour(schedule, chunk) for kind, _, chunk in schedule.actions[rank] if kind in kinds]
     return sum(chunk is not None and schedule.placement[chunk] != rank for chunk in chunks)
@@ -227,7 +227,7 @@ def letters_of_bucket(layout, bucket, data_rank):
         partial=lengths["partial gradients"],
         replicated=lengths[REPLICATED],
         whole=len(matrices) > 0,
-        cut=[math.prod(spec.shape) for spec in matrices if is_cut(spec)],
+        cut=[math.prod(spec.shape) for spec in matrices if spec.tp_dim is not None],
     )
 
 

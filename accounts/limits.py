@@ -33,10 +33,10 @@ def refuse_too_large(c, ranks, device):
     if (need := needed(c, ranks, device)) > have:
         what = f"num_layers={c.num_layers}, hidden_size={c.hidden_size}, micro_batch_size={c.micro_batch_size}"
         sizes = f"needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB"
-        raise UserError(f"{what}: {sizes}; {remedy(c, ranks, device, have)}; python plan.py lists what fits")
+        raise UserError(f"{what}: {sizes}; {smallest_change(c, ranks, device, have)}; python plan.py lists what fits")
 
 
-def remedy(c, ranks, device, have):
+def smallest_change(c, ranks, device, have):
     """Return the smallest change that suffices, as text."""
     better = dict(zero=range(c.zero + 1, 4), recompute=["elementwise", "full"], tp=[2, 4, 8])
     if device.type == "cuda":

@@ -17,7 +17,7 @@ def kept(c, z):
         "norm 1's input": outside,
         "qkv's input": outside,
         "q, k, v": inside + 2 * keys,
-        "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),
+        "attention's output": inside * (c.cp > 1),
         "proj's input": inside,
         "norm 2's input": outside,
         "fc1's input": outside,

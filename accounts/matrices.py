@@ -21,7 +21,7 @@ FORMULAS = {"model": gpt2, "llama": llama}
 class Matrix(NamedTuple):
     """A parameter of `count` matrices of one shape."""
 
-    kind: str  # column (cut over tp by its outputs), row (by its inputs), experts (whole ones), whole (not cut)
+    kind: str  # column (cut over tp by its outputs), row (by its inputs), whole (not cut)
     count: int
     outputs: int  # of one matrix
     inputs: int
@@ -65,6 +65,6 @@ def _matrices(**fields):
 
 def matrix(spec):
     *count, outputs, inputs = spec.shape
-    kinds = ["experts", "column", "row"]
+    kinds = ["column", "row"]
     kind = "whole" if spec.tp_dim is None else kinds[spec.tp_dim - len(spec.shape)]
     return Matrix(kind, math.prod(count), outputs, inputs)

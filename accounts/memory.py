@@ -54,18 +54,17 @@ runs the program's own code would repeat its mistakes. `test_memory.py` holds th
     - with Muon, whole matrices of one block during the update
 """
 
-from collections import deque
+import math
+from collections import Counter, deque
 from fractions import Fraction
 from typing import NamedTuple
 
-from accounts import gpt2, meta
+from accounts import meta
 from accounts.matrices import matrices_of
 from parallel import schedules, simulation
 from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
-from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT, first_uses
-from parallel.versions import kept_versions
 from parallel.zero import Window
 
 PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
@@ -84,7 +83,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(c, item, wide, on_cpu):
-    has_masters = item != wide or (c.offload and not on_cpu) or c.schedule in schedules.ASYNCHRONOUS
+    has_masters = item != wide or (c.offload and not on_cpu)
     tokens = tokens_of_rank(c)
     return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), has_masters)
 
@@ -92,18 +91,43 @@ def sizes(c, item, wide, on_cpu):
 def predict_kept(layout, schedule, rank, z):
     """Return {what: bytes} that pipeline rank `rank` keeps. layout: a `layout.Layout`; z: Sizes."""
     states = rank_states(layout, rank, z)
-    if schedule.versions:
-        states |= versions_of_weights(layout, schedule, rank, z)
     return states | whole_gradients(layout, schedule, rank, z) | activations(layout.config, schedule, rank, z)
 
 
 # --- model states -----------------------------------------------------------------------------------------------------
 
 
+def stored(layout, rank):
+    """Return P, the elements of a pipeline rank's buckets, with padding."""
+    return sum(bucket.size for bucket in layout.buckets(rank).values())
+
+
+def padding(layout, rank, tp_rank=0):
+    """Return how many of these are padding: of the buffers, and rows of a table that no token uses."""
+    total = 0
+    for bucket in layout.buckets(rank).values():
+        total += bucket.size - sum(bucket.lengths)
+        for spec in bucket.specs:
+            rows, *rest = spec.local_shape(bucket.tp)
+            begin = tp_rank * rows if spec.tp_dim == 0 else 0
+            used = min(max(spec.shape[0] - spec.padding - begin, 0), rows)
+            total += (rows - used) * math.prod(rest)
+    return total
+
+
+def shards_of(layout, bucket):
+    """Return the number of shards of a BucketLayout."""
+    return min(layout.shards, bucket.data_ranks)
+
+
 def rank_states(layout, rank, z):
-    c = layout.config
+    c, elements, total = layout.config, Counter(), Counter()  # elements: {number of shards: elements so cut}
     widths = z.item, z.wide, z.wide * z.has_masters, z.wide * RULES[c.optimizer].moments
-    return model_states(layout.stored(rank), layout.shards, c.zero, *widths)
+    for bucket in layout.buckets(rank).values():
+        elements[shards_of(layout, bucket)] += bucket.size
+    for shards, size in elements.items():
+        total.update(model_states(size, shards, c.zero, *widths))
+    return dict(total)
 
 
 def model_states(elements, n, zero, parameters=2, gradients=4, master=4, moments=8):
@@ -121,7 +145,8 @@ def whole_gradients(layout, schedule, rank, z):
     """Return the row WHOLE as `Bucket.open_gradient` and `reduce` make it; {} if no gradients are sharded."""
     if layout.zero_stage < 2:
         return {}
-    size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
+    cut = {name: bucket for name, bucket in layout.buckets(rank).items() if shards_of(layout, bucket) > 1}
+    size = Counter({name: z.wide * bucket.size for name, bucket in cut.items()})
     opened, sums, peak = set(), [], 0  # sums: those that still run
     for kind, _, chunk in schedule.actions[rank]:
         buckets = [layout.names_of[unit] for unit in layout.units[chunk] if kind != "F"]
@@ -133,17 +158,6 @@ def whole_gradients(layout, schedule, rank, z):
                 opened.difference_update(complete)
                 sums = [*sums, *complete][-Window.MOST :]  # one more ends the oldest
     return {WHOLE: peak} if peak else {}
-
-
-def versions_of_weights(layout, schedule, rank, z):
-    """Return {what: bytes} that an asynchronous schedule adds (`pipedream.py`)."""
-    older = sums = 0
-    for name, bucket in layout.buckets(rank).items():
-        begin, end = bucket.part(0, layout.shards)
-        versions, waiting = kept_versions(schedule, rank, layout.holders(name))
-        older += z.item * bucket.size * (versions - 1)
-        sums += z.wide * (end - begin) * waiting
-    return {OLDER: older, SUMS: sums}
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -160,8 +174,7 @@ def unit_activations(c, z):
 def operand_elements(c, z):
     """Return the elements of W's operands, x and dy of the linears of a block."""
     matrices = matrices_of(c)
-    linears = sum(z.tokens * sum(m.local(c.tp)) for m in matrices.of_kind("column", "row"))
-    return linears + sum(gpt2.expert_places(c) * (m.inputs + m.outputs) for m in matrices.of_kind("experts"))
+    return sum(z.tokens * sum(m.local(c.tp)) for m in matrices.of_kind("column", "row"))
 
 
 class ChunkBytes(NamedTuple):

@@ -25,20 +25,18 @@ from parallel.watch import Tool
 STATES = ("parameters", "gradients", "master weights", "moments")
 
 
-def flat_buffers(zero, other_flats):
-    """Yield (row of STATES or of other_flats, buffer). Two buffers may be one storage, as fp32's master weights."""
+def flat_buffers(zero):
+    """Yield (row of STATES, buffer). Two buffers may be one storage, as fp32's master weights."""
     for b in zero.buckets.values():
         grads = [b.grad.whole, b.grad.shard] if b.grad else []
         flats = [b.param.whole, b.param.shard], grads, [b.master], b.moments
         yield from ((what, x) for what, tensors in zip(STATES, flats, strict=True) for x in tensors)
-    yield from ((what, x) for what, tensors in other_flats.items() for x in tensors)
 
 
-def measured_states(zero, other_flats=None):
-    """Return {what: bytes} of a `Zero`'s buffers. other_flats: {what: flat buffers}, such as `Executor.flats`."""
-    other_flats = other_flats or {}
-    table, storages = dict.fromkeys((*STATES, *other_flats), 0), set()
-    for what, flat in flat_buffers(zero, other_flats):
+def measured_states(zero):
+    """Return {what: bytes} of a `Zero`'s buffers."""
+    table, storages = dict.fromkeys(STATES, 0), set()
+    for what, flat in flat_buffers(zero):
         table[what] += flat.untyped_storage().nbytes() * (storage_id(flat) not in storages)
         storages.add(storage_id(flat))
     return table
@@ -46,7 +44,7 @@ def measured_states(zero, other_flats=None):
 
 def kept_by(executor):
     """Yield the tensors that a `pipeline.Executor` keeps between two actions."""
-    mail = executor.mail
+    mail = executor.step.mail
     yield from (x for units in executor.activations.values() for pair in units for x in pair if x is not None)
     yield from (x for products in executor.deferred.values() for product in products for x in (product.dy, product.x))
     yield from executor.local.values()
@@ -127,7 +125,7 @@ class Activations(Tool):
 
     def bytes_of(self, sizes):
         """Return the sum of {storage: bytes} without the flat buffers."""
-        states = {storage_id(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
+        states = {storage_id(flat) for _, flat in flat_buffers(self.executor.zero)}
         return sum(size for storage, size in sizes.items() if storage not in states)
 
 

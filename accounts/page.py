@@ -24,7 +24,7 @@ MODELS = ("gpt3_1b3", "gpt3_13b", "gpt3_175b")
 AXES = {  # choices of the two views
     **dict(name=[*schedules.SCHEDULES], p=(2, 3, 4, 6, 8), m=range(1, 17), v=(2, 3, 4)),
     **dict(model=MODELS, dp=(1, 2, 4, 8, 16), tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), b=(1, 2, 4, 8), micro=(4, 8, 16, 32)),
-    **dict(schedule=[name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS]),
+    **dict(schedule=list(schedules.SCHEDULES)),
     **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"], zero=range(4), copies=(1, 2, 4, 8)),
 }
 LEAST = SHORT | {"gpipe": (1, 2), "chimera": (1, 2)}  # for whole gradients
@@ -86,7 +86,7 @@ def states(dp, **numbers):
     for rank in range(numbers["pp"]):
         bytes_kept = model.on_gpu(layout.config, layout, m, rank)
         whole = bytes_kept.get("whole gradients", 0), bytes_kept["whole parameters"]
-        rows.append([layout.stored(rank), int(has_head(layout, rank)), *whole])
+        rows.append([memory.stored(layout, rank), int(has_head(layout, rank)), *whole])
     return rows
 
 
@@ -137,7 +137,7 @@ TABLES = {
 }
 
 
-def row(function, **values):
+def javascript_row(function, **values):
     """Return a function's value as JSON. Few micro-batches have the peaks of many."""
     if "micro" in values:
         micro = values.pop("micro")
@@ -152,7 +152,7 @@ def all_data():
     for function, axes in TABLES.items():
         names = axes.split()
         chosen = (dict(zip(names, values, strict=True)) for values in product(*map(AXES.get, names)))
-        texts = [row(function, **values) for values in chosen]
+        texts = [javascript_row(function, **values) for values in chosen]
         tables[function.__name__] = names, [rows.setdefault(text, len(rows)) for text in texts]
     whole = memory.model_states(1, 2, 0)  # {part: bytes per element}
     begins = {w: next(z for z in (1, 2, 3) if memory.model_states(1, 2, z)[w] < whole[w]) for w in whole}

@@ -58,7 +58,7 @@ def profiling(run, say):
     """Context: write the profile of a `train.Run`. Every rank must enter. Raises UserError without a folder."""
     folder, gpu = Path(run.config.profile), run.device.type == "cuda"
     agree(run.mesh.world, explained(f"profile={folder}")(lambda: folder.mkdir(parents=True, exist_ok=True)))
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
     files = []
     schedule = torch.profiler.schedule(wait=0, skip_first=WARM, warmup=1, active=STEPS, repeat=1)
 

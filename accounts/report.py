@@ -48,7 +48,7 @@ def measured_tables(run, activations):
     sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, schedules[max(run.steps)][0], rank, sizes)  # the largest step
-    measured = meter.measured_states(zero, run.executor.flats) | activations.rows()
+    measured = meter.measured_states(zero) | activations.rows()
     bytes_kept = {"bytes": measured, "formula": formula}
     who = f"rank {mesh.rank}"
     texts = [sent_table(who, layout, sent)]
@@ -83,11 +83,11 @@ def kept_table(who, layout, rank, columns, tp_rank=0):
     first, *_ = columns.values()
     states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
-    rows, stored = [("what is kept", *columns, "bytes per parameter")], layout.stored(rank)
+    rows, stored = [("what is kept", *columns, "bytes per parameter")], memory.stored(layout, rank)
     for what, names in parts.items():
         sums = [sum_of([table.get(name) for name in names]) for table in columns.values()]
         rows.append((what, *map(number, sums), "-" if sums[0] is None else f"{float(sums[0]) / stored:.2f}"))
-    end = f"P = {stored:,} parameters as stored, {layout.padding(rank, tp_rank):,} of them padding"
+    end = f"P = {stored:,} parameters as stored, {memory.padding(layout, rank, tp_rank):,} of them padding"
     return f"kept by {who}\n{aligned(rows, 1)}\n{end}"
 
 

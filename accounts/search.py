@@ -54,7 +54,7 @@ SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2)
 
 
 @cache
-def messages(*numbers):
+def messages_of(*numbers):
     """Return the messages of the Schedule (name, p, m, chunks)."""
     return simulation.messages(schedule(*numbers))
 
@@ -97,7 +97,7 @@ class Model:
     def activations(self, layout, m, rank):
         c = layout.config
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages(*numbers))
+        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages_of(*numbers))
 
     def bytes_kept(self, layout, m, b, rank):
         """Return the table of `memory.predict_kept`."""
@@ -182,17 +182,11 @@ def fits(c, gpus):
 # --- one layout -------------------------------------------------------------------------------------------------------
 
 
-def check(c, has_days):
+def check_search(c, has_days):
     """Raise UserError if a field has an impossible value, or one that can't be predicted."""
-    one = c.schedule not in schedules.ASYNCHRONOUS
-    configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
     configuration.check_values(c)
-    configuration.require(c, "experts", not c.experts, "plan.py predicts no mixture of experts")
     why = f"its elementwise operations have no formula; plan.py needs {' or '.join(FORMULAS)}"
     configuration.require(c, "model", matrices_of(c).formulas, why)
-    configuration.require(c, "penalty", not c.penalty, "plan.py predicts one backward for each micro-batch")
-    ulysses = c.cp == 1 or c.context == "ulysses"
-    configuration.require(c, "context", ulysses, "no GPU runs the ring yet; set --context=ulysses")
     days = has_days or not c.train_epochs
     configuration.require(c, "train_epochs", days, "plan.py does not know the data; set --tokens, for the days")
 

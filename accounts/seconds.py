@@ -16,6 +16,7 @@ from functools import cache
 
 import numpy as np
 
+from accounts import ledger, memory
 from accounts.bubbles import by_formula
 from accounts.matrices import matrices_of
 from accounts.memory import rank_states
@@ -23,6 +24,7 @@ from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
 from parallel.optimizer import RULES
+from parallel.zero import Window
 
 COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
 # Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (MEASURED.md).
@@ -36,7 +38,7 @@ def schedule(name, p, m, chunks):
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
-def units(c, device, dtype, z, say):
+def unit_seconds(c, device, dtype, z, say):
     """Return the seconds of one micro-batch, without communication: (of a block, of the embedding, of the head).
 
     Of a block: F, I, W, and what recompute=elementwise adds to I.
@@ -82,30 +84,30 @@ class Step:
     def __init__(self, c, model, layout, device, m, exact=True, say=lambda *line: None):
         self.c, self.layout, self.device, self.m = c, layout, device, m
         self.z, self.exact, self.say, self.peak = layout.sizes, exact, say, device.peak(model.config.dtype)
-        world, ranks = layout.axis_sizes()["world"], c.tp * c.cp  # ranks: of a pipeline stage
+        world, ranks = ledger.axis_sizes(layout)["world"], c.tp * c.cp  # ranks: of a pipeline stage
 
         def in_node(stride, n):
             """Return how many of n ranks, `stride` apart, are in one node."""
             return min(n, max(1, device.per_node // stride))
 
-        # The distance from a data replica to the next one, and from a stage to the next one.
-        replica, stage = (ranks, c.tp * layout.data_ranks) if c.order == "pp-dp-tp" else (ranks * c.pp, ranks)
+        # The distance of a rank from its counterpart in the next data replica, and in the next stage.
+        to_replica, to_stage = (ranks, c.tp * layout.data_ranks) if c.order == "pp-dp-tp" else (ranks * c.pp, ranks)
         group = layout.data_ranks // c.zero_copies  # data ranks that share one copy
         replicas = max(1, group // c.cp)
-        data = in_node(c.tp, min(c.cp, group)) * in_node(replica, replicas), group
-        pipeline = 2 if stage * c.pp <= device.per_node else 1, 2
+        data = in_node(c.tp, min(c.cp, group)) * in_node(to_replica, replicas), group
+        pipeline = 2 if to_stage * c.pp <= device.per_node else 1, 2
         self.rings = {  # axis: (its ranks in one node, all its ranks)
             "tp": (in_node(1, c.tp), c.tp),
             "cp": (in_node(c.tp, c.cp), c.cp),
             "pp": pipeline,
             "data": data,
             "shards": data,
-            "copies": (in_node(replica * replicas, c.zero_copies), c.zero_copies),
+            "copies": (in_node(to_replica * replicas, c.zero_copies), c.zero_copies),
             "holders": pipeline,
             "world": (in_node(1, world), world),
         }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
-        self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, say)))
+        self.add_parts(self.stages(*unit_seconds(c, device, model.config.dtype, self.z, say)))
 
     # --- wires --------------------------------------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class Step:
     def data_parallel(self, rank, F, I, W):
         """Return the seconds of sums over data ranks and of ZeRO that no computation hides.
 
-        Nothing hides the last bucket, nor the sums over copies.
+        Nothing hides the last bucket, nor the sums over copies of the last two.
         """
         layout, m, zero = self.layout, self.m, self.layout.zero_stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
@@ -208,7 +210,9 @@ class Step:
         if zero == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
             exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
-        return exposed + last + of_update + self.transfer(rank, "copies")
+        copies = self.transfer(rank, "copies")
+        copies = max(copies * min(1, Window.MOST / units), copies - B)
+        return exposed + last + of_update + copies
 
     def sums(self, rank):
         names = "partial gradients", "parameter norms", "replicated gradients", "momentum"
@@ -218,7 +222,7 @@ class Step:
         """Return the seconds of the optimizer, which memory limits; with offload the CPU's memory and PCIe."""
         layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
-        elements = layout.stored(rank) / layout.shards
+        elements = memory.stored(layout, rank) / layout.shards
         state, read = 2 * (master + moments), 2 * z.wide * elements  # the norm and the update read the gradients
         if not self.c.offload:
             return (state + gradients + read + z.item * elements) / memory_rate

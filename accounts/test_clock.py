@@ -20,7 +20,7 @@ D = 40  # milliseconds of a communication: long beside the work of a tiny model
 
 
 def watched(mesh, device="cpu"):
-    config = SimpleNamespace(delay=D, updates_per_call=1, trace="")
+    config = SimpleNamespace(delay=D, trace="")
     return SimpleNamespace(mesh=mesh, config=config, counters=SimpleNamespace(iteration=0), device=torch.device(device))
 
 

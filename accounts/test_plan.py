@@ -24,13 +24,12 @@ from parallel.layout import Layout
 A100, V100 = DEVICES["a100-80g"], DEVICES["v100-16g"]
 MEASURED = (Path(__file__).parent.parent / "MEASURED.md").read_text("utf-8")
 SMALL = Config(num_layers=13, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=500, train_iters=1)
-SYNCHRONOUS = [name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS]
 
 
 # --- short steps instead of long ones ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
 @pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (2, 9), (4, 4), (4, 24), (6, 36)])
 def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
     """Sent and kept bytes equal ledger.predict_sent and memory.predict_kept of the whole step, in every row."""
@@ -62,7 +61,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
             )
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_idle_time_equals_the_simulation(name, p):
     """`idle` uses a closed form where its condition is met, and otherwise simulates. Both equal the simulation."""
@@ -343,7 +342,7 @@ def as_megatron_of_2021(monkeypatch):
     Attention forms the [s, s] matrix, and it passes through memory several times. dW is written, and then added to the
     gradient. Gradients are reduced after the backward.
     """
-    units, data_parallel = seconds.units, seconds.Step.data_parallel
+    units, data_parallel = seconds.unit_seconds, seconds.Step.data_parallel
 
     def theirs(c, device, dtype, z, say):
         (F, I, W, _), embedding, head = units(c, device, dtype, z, say)
@@ -355,7 +354,7 @@ def as_megatron_of_2021(monkeypatch):
         I += 2 * flops / (peak * device.matrix) + (2 + 2 + 5 + 6 + 4) * elements / memory_rate - 2.5 * triangle
         return (F, I, W + 4 * 12 * h**2 / memory_rate, 0.0), embedding, head
 
-    monkeypatch.setattr(seconds, "units", theirs)
+    monkeypatch.setattr(seconds, "unit_seconds", theirs)
     monkeypatch.setattr(seconds.Step, "data_parallel", lambda self, rank, *_: data_parallel(self, rank, 0, 0, 0))
     monkeypatch.setattr(seconds, "REST", 0.0)  # the constants of the A100 are fitted to whole steps of that program
 
@@ -385,7 +384,9 @@ def test_copies_of_shards_win_if_the_network_between_nodes_is_slow(card_rate, fa
 def test_the_candidates_are_what_config_check_accepts():
     base = replace(SMALL, num_layers=6, global_batch_size=24)
     accepted = refused = 0
-    for tp, pp, b, name, chunks in itertools.product((1, 2, 3, 16), (1, 2, 3, 4, 8), (1, 4), SYNCHRONOUS, (1, 2, 3)):
+    for tp, pp, b, name, chunks in itertools.product(
+        (1, 2, 3, 16), (1, 2, 3, 4, 8), (1, 4), schedules.SCHEDULES, (1, 2, 3)
+    ):
         c = replace(base, tp=tp, pp=pp, micro_batch_size=b, schedule=name, chunks=chunks)
         try:
             configuration.check(c, 24)
@@ -552,7 +553,7 @@ def test_a_model_that_is_too_large_gets_the_smallest_remedy(words, ranks, GiB, r
         limits.refuse_too_large(configuration.load([*words.split(), *fields]), ranks, GPU)
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_the_memory_needed_is_that_of_a_long_step(name):
     c = replace(SMALL, pp=2, schedule=name, chunks=1, micro_batch_size=1, global_batch_size=48, dtype="bf16")
     c = replace(c, chunks=2 if name in ("interleaved", "zb-v") else 1)
@@ -614,7 +615,6 @@ def test_explain_reproduces_its_numbers(capsys):
         (["--optimizer=adam"], "optimizer=adam: should be one of"),
         (["--tp=0"], "tp=0: should be above 0"),
         (["--json", "--explain"], "--json: "),
-        (["--schedule=pipedream"], "schedule=pipedream: plan.py predicts only schedules with one update a step"),
     ],
 )
 def test_mistakes(words, message):

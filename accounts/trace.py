@@ -17,7 +17,7 @@ import torch
 from accounts.clock import STEPS
 from errors import reading
 from parallel.comm import gather_objects
-from parallel.schedules import Action, updates
+from parallel.schedules import Action
 from parallel.watch import Tool
 
 HIDDEN, WAIT, MESSAGE = "hidden", "wait", "message"  # categories of communications
@@ -40,7 +40,7 @@ class Trace(Tool):
         """Record a wait for a message, and an action from the end of its wait."""
         if phase == "pipeline":
             self.schedule = subject
-            self.step += updates(subject)  # the number of a step is that of its last update
+            self.step += 1
             self.steps.append([])
         if isinstance(subject, Action):
             return self._record(f"{subject.kind}{subject.microbatch}", subject.kind, subject._asdict())
@@ -65,7 +65,7 @@ def communication(call, trace):
     if operation == "receive":  # the span `wait` records it
         return
     started, began, ended = (1000 * time for time in call.times())
-    name, step = f"{operation} of {what} over {axis}", call.key[2] + updates(trace.schedule)
+    name, step = f"{operation} of {what} over {axis}", call.key[2] + 1
     place = {"name": name, "pid": trace.replica, "tid": trace.rank, "args": {"step": step}}
     yield place | {"cat": WAIT, "ph": "X", "ts": began, "dur": ended - began}
     place |= {"cat": HIDDEN, "id": f"{trace.replica} {trace.rank} {started}"}
@@ -85,7 +85,6 @@ def write_trace(c, trace, mesh, clock):
     events = [*itertools.chain(*gather_objects(events, mesh.world))]
     m = trace.schedule.microbatches
     about = {"schedule": c.schedule, "stages": c.pp, "microbatches": m, "chunks": c.chunks}
-    about["per_update"] = m // updates(trace.schedule)
     if mesh.rank == 0:
         with reading(f"trace={c.trace}"), open(c.trace, "w") as file:
             json.dump({"traceEvents": events, "otherData": about}, file)

@@ -42,7 +42,7 @@ def predict_step(config, ranks, device=None):
         raise UserError(f"--ranks={ranks}: should be positive")
     dp = configuration.check(config, ranks)
     m = number_of_micro_batches(config, config.global_batch_size, dp)
-    schedule = build_for(config, dp, m * config.updates_per_call)
+    schedule = build_for(config, m)
     layout = Layout(config, dp, unit_specs(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu")
@@ -54,7 +54,7 @@ def predict_step(config, ranks, device=None):
 def predicted_tables(p):
     """Return as text what the first rank of each stage sends and keeps."""
     texts, c = [], p.layout.config
-    ranks = grid(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
+    ranks = grid(ledger.axis_sizes(p.layout)["world"], c.tp, c.pp, c.cp, c.order)
     for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):
         who = f"rank {ranks[0, stage, 0, 0]}, predicted"
         texts.append(report.sent_table(who, p.layout, {"bytes": sent}))

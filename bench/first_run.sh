@@ -135,7 +135,7 @@ for part in $parts; do
     6) step gpt2_124m 32 ;;
     7) step gpt2_345m 32 --attention=cudnn --only=plain ;;
     8) step gpt2_345m 32 --micro_batches=8 --only=plain --steps=2 ;;
-    9 | 10 | 11) # pipedream and context=ring are refused on GPUs
+    9 | 10 | 11)
         run 120 $python prepare.py --tokenizer=bytes --out="$work/data"
         gpus=1 three one
         for zero in 0 1 2 3; do three zero$zero --zero=$zero; done

@@ -254,7 +254,7 @@ def measured(name, processes, our_fields, count, their_variant, fields, repeats)
 
 def our_step(c, mesh, batches):
     """Return train.py's step() -> (loss, gradient norm) on this data rank's micro-batches."""
-    run = train.build(c, mesh, torch.device("cpu"))
+    run = train.build_run(c, mesh, torch.device("cpu"))
     run.zero.initialize(c.seed)
     over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
 

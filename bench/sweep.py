@@ -53,7 +53,7 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
         save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
     )  # fmt: skip
     if device:
-        search.check(base, has_days=True)
+        search.check_search(base, has_days=True)
     configs = {name_of(c): c for c in accepted(base, processes)}
     chosen = {name: configs[name] for name in tables.chosen(configs, only)}
     milliseconds = {}  # {name: those of each timed step}

@@ -123,7 +123,7 @@ class Contestant:
 
 class OurModel:
     def __init__(self, c, machine, batches):
-        self.run = train.build(c, Mesh(), machine.device)
+        self.run = train.build_run(c, Mesh(), machine.device)
         self.run.zero.initialize(c.seed)
         self.units = self.run.zero.in_order
         self.initial = [unit.master.clone() for unit in self.units]

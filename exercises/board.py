@@ -15,7 +15,7 @@ BEST = [(4, 0.4), (5, 0.3514), (6, 0.3333)]  # (peak, a plain schedule's smalles
 def leaderboard():
     """Print all synchronous schedules, in two classes, the smallest peak first."""
     rows = [(PLAIN, peak, bubble, bubble, "the best possible") for peak, bubble in BEST]
-    for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
+    for name in schedules.SCHEDULES:
         picture = draw.simulated_picture(name, schedules.usual_chunks(name), P, M, COST, COMM)
         kinds = {action.kind for actions in picture.schedule.actions for action in actions}
         plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}

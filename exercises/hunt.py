@@ -154,8 +154,7 @@ def look(copy, processes, fields, known, more=False):
     layout = [*configuration.layout_of(c), "micro_batch_size"]
     one = [f for f in fields if f.partition("=")[0][2:] not in layout] + [f"--micro_batch_size={c.global_batch_size}"]
     calls = {PROJECT: (clean_run, processes, fields, known), "mine/hunt, this layout": (run, copy, processes, fields)}
-    if not c.schedule.startswith("pipedream"):  # on one process it would train another model
-        calls["mine/hunt, one process"] = run, copy, 1, one
+    calls["mine/hunt, one process"] = run, copy, 1, one
     runs = {title: call[0](*call[1:]) for title, call in tqdm(calls.items(), "training runs")}
     right, (_, here, *_) = runs[PROJECT], runs.values()
     names = dict.fromkeys(sorted(name for each in runs.values() for name in each["numbers"]))

@@ -86,12 +86,12 @@ def test_only_functions_and_new_names_of_an_answer_count():
     """GPipe is no 1F1B, and an answer changes no constant of the file."""
     edits = [
         (WARMUP, GPIPE),
-        ("ASYNCHRONOUS = (", "import os, this\nN: int = 3; max = min\nSCHEDULES['x'] = 0\nASYNCHRONOUS = ('1f1b', "),
+        ("SCHEDULES = {", "import os, this\nN: int = 3; max = min\nother['x'] = 0\nSCHEDULES = {'x': 0, "),
     ]
     project, names = exercise.committed("parallel/schedules.py"), ["one_f_one_b"]
     text, also = answers.merged(exercise.blank(8, project), changed(8, edits), names)
-    assert also == ["max", "SCHEDULES['x'] = 0", "ASYNCHRONOUS"]
-    parts = "import os", "N: int = 3", "SCHEDULES = {\n", 'ASYNCHRONOUS = ("pipedream"'
+    assert also == ["max", "other['x'] = 0", "SCHEDULES"]
+    parts = "import os", "N: int = 3", "SCHEDULES = {\n"
     assert GPIPE in text and all(part in text for part in parts)
     assert "min\n" not in text and answers.merged(text, text, names) == (text, [])
     assert "is yours to write" in answers.merged(exercise.blank(8, project), "x = 1", names)[0]
@@ -184,7 +184,7 @@ def test_start_hides_the_solution_and_stop_keeps_the_answer(tmp_path, git):
     exercise.main(["start", "8"])
     assert "yours to write" in file.read_text() and "warmup" not in git(["git", "diff"]).stdout
     with pytest.raises(UserError, match="stop 8"):
-        exercise.main(["start", "9"])
+        exercise.main(["start", "10"])
     exercise.main(["stop", "8"])
     assert file.read_text() == project and "yours to write" in exercise.answer_path(8, tmp_path).read_text()
     with pytest.raises(UserError, match="is not open"):

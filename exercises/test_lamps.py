@@ -16,14 +16,12 @@ import train
 from accounts import bubbles
 from accounts import flops as flops_of
 from config import Config
-from errors import UserError
 from exercises.show import meshes
-from parallel import optimizer, schedules, simulation, tensor, zero
+from parallel import optimizer, simulation, tensor, zero
 from parallel.comm import Pending
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
 from parallel.test_pipeline import storages, waiting_in_block
-from parallel.versions import kept_versions
 from testing import letters
 from testing.compare import ratio, same_tensor
 from testing.tiny import (
@@ -292,13 +290,13 @@ def test_lamb_with_shards_trains_the_same_model(workers):
     check_layout([tiny_config(2, optimizer="lamb", zero=1)], functools.partial(workers.run, 2))
 
 
-# --- 8, 9, 10: schedules ----------------------------------------------------------------------------------------------
+# --- 8, 10: schedules ----------------------------------------------------------------------------------------------
 
 SIZES = [(4, 8), *((p, m) for p in (3, 2, 6, 1) for m in (7, 4, 12, 2, 1)), (4, 3), (4, 1)]  # p = 4, m = 8 comes first
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_schedule_can_run_in_every_size(name):
     for p, m in SIZES:
         made(name, p, m)
@@ -334,24 +332,6 @@ def test_the_peak_is_the_formulas(name):
             most = bubbles.by_formula(formula, p=p, m=m, r=r)
             where = f"{name}, p = {p}, m = {m}: {peak} are in flight on rank {r}"
             assert peak <= most, f"{where}; should be at most {formula} = {most}"
-
-
-def test_2bw_updates_after_the_last_micro_batch_of_an_update():
-    for p, m, n in [(1, 1, 4), (2, 3, 4), (4, 4, 3)]:
-        made = schedules.updates(simulation.build("pipedream-2bw", p, m * n, 1, m))
-        assert made == n, f"{m * n} micro-batches, {m} in an update: a rank makes {made} updates; should make {n}"
-
-
-def test_pipedream_refuses_another_per_update():
-    with pytest.raises(UserError, match="per_update=2"):
-        simulation.build("pipedream", 4, 8, 1, 2)
-
-
-def test_pipedream_keeps_few_versions():
-    for p in (1, 2, 4, 6):
-        for r in range(p):
-            kept, _ = kept_versions(simulation.build("pipedream", p, 3 * p), r, [r])
-            assert kept <= p - r, f"rank {r} of {p} keeps {kept} versions of its weights; should be p - r = {p - r}"
 
 
 # --- 11: tensor parallelism -------------------------------------------------------------------------------------------
@@ -440,7 +420,6 @@ WITHOUT_TP = {
     "zero": dict(zero=3),
     "pp": dict(pp=2),
     "ulysses": dict(cp=2),
-    "ring": dict(cp=2, context="ring"),
 }
 
 

@@ -34,6 +34,12 @@
     18    z_target without `local`                         step 1 is wrong; the loss falls below the true one
           the maximum without AllReduce                   step 1 is wrong
     19    no AllReduce over the copies                    step 2 is wrong
+    20    AllReduce of the experts' gradients, too        an error or a wrong step 2: ranks have other experts
+          no p_e in the output                            an error: the router has no gradient
+    21    step=1 in backward, too                         step 2 is wrong for n > 2: the gradients go to a wrong rank
+          i == 0 without `future`                         step 1 is wrong, too small: tokens see the next one
+    22    g_r - g as a function of the weights            step 2 is right (see the card), but it costs more memory
+          without the factor n                            step 2 is wrong
 
 After a minute of waiting a rank stops, and its error names the line. The test makes the mistakes of `MISTAKES`.
 A rung runs as it is, in the processes of testing/workers.py. The test replaces `connect` and `show` of gpt.py, and
@@ -63,10 +69,11 @@ LADDER = Path(__file__).parent
 RUNGS = {path.stem: path.read_text("utf-8") for path in sorted([*LADDER.glob("rung*.py"), LADDER / "tp_mlp.py"])}
 ALLOWED = {name: re.search(r"connect\(([\d, ]+)", text)[1].split(",") for name, text in RUNGS.items()}
 SENT = {  # the numbers that each of n ranks sends; x: the first argument of the call
-    "all_reduce": lambda x, n: 2 * (n - 1) * x.numel() // n,
-    "reduce_scatter": lambda x, n: (n - 1) * x.numel(),
-    "all_gather": lambda x, n: (n - 1) * x[0].numel(),
-    "isend": lambda x, n: x.numel(),
+    "all_reduce": lambda x, n, *_: 2 * (n - 1) * x.numel() // n,
+    "reduce_scatter": lambda x, n, *_: (n - 1) * x.numel(),
+    "all_gather": lambda x, n, *_: (n - 1) * x[0].numel(),
+    "isend": lambda x, n, *_: x.numel(),
+    "all_to_all_single": lambda y, n, x, of, to: sum(to[r] for r in range(n) if r != dist.get_rank()) * x[:1].numel(),
 }
 ACTIVATIONS = {  # (rung, with whose activations it is compared, their share on rank r of n)
     "rung02_micro_batches": ("rung01_one_process", lambda r, n: 1 / 4),
@@ -74,7 +81,6 @@ ACTIVATIONS = {  # (rung, with whose activations it is compared, their share on 
     "rung10_1f1b": ("rung09_gpipe", lambda r, n: (n - r) / 4),
 }
 STEPS = 3  # not gpt.py's 5. Adam's first update has only signs, so wrong sizes show in the third loss
-PIPEDREAM = "rung14_pipedream"
 MISTAKES = [
     ("rung04_dp", "(model(ids), targets)", "(model(ids), targets) * n"),
     ("rung06_zero1", "[rank]  #", "[0]  #"),
@@ -83,6 +89,9 @@ MISTAKES = [
     ("tp_mlp", "if dist.get_rank(group) > 0:", "if False:"),
     ("rung15_chimera", "dist.all_reduce(w.grad, group=twins)", "pass"),
     ("rung19_hybrid_sharding", "dist.all_reduce(w.shard.grad, group=copies)", "pass"),
+    ("rung20_experts", "if id(w) not in experts:", "if True:"),
+    ("rung21_ring_attention", "total = torch.logaddexp(L, part_L)", "total = torch.maximum(L, part_L)"),
+    ("rung22_gradient_variance", "(n * part.detach() - w.grad)", "(part.detach() - w.grad)"),
 ]
 
 
@@ -118,7 +127,7 @@ def run_rung(name, old="\n", new="\n", change=lambda model: model):
 
     def counting(call, numbers):
         def count(x, *arguments, group=None, **more):
-            sent.append(8 * numbers(x, dist.get_world_size(group)))
+            sent.append(8 * numbers(x, dist.get_world_size(group), *arguments))
             weights = list(names["model"].parameters()) if isinstance(names.get("model"), torch.nn.Module) else []
             whole.append(size(weights))
             gradients.append(size(w.grad for w in weights if w.grad is not None))
@@ -173,8 +182,7 @@ def one_process(workers):
 @pytest.mark.parametrize("name, n", [(name, int(n)) for name in RUNGS for n in ALLOWED[name]])
 def test_a_rung_has_the_losses_of_one_process_and_the_bytes_of_its_card(workers, one_process, name, n):
     losses, counts = run_all(workers, n, name)
-    expected = workers.run(1, with_old_weights, n)[0] if name == PIPEDREAM else one_process[0]
-    assert losses == pytest.approx(expected, rel=1e-10)
+    assert losses == pytest.approx(right_losses(workers, one_process, name, n), rel=1e-10)
     pairs = re.findall(r"([\d,]+) bytes(?: \(n=4: ([\d,]+)\))?", RUNGS[name])
     assert list(counts[0][:2]) == [0] * (n == 1) + [int((pair[n == 4] or pair[0]).replace(",", "")) for pair in pairs]
     if name in ACTIVATIONS:
@@ -187,16 +195,73 @@ def test_a_rung_has_the_losses_of_one_process_and_the_bytes_of_its_card(workers,
 
 @pytest.mark.parametrize("name, right, wrong", MISTAKES)
 def test_a_mistake_shows(workers, one_process, name, right, wrong):
-    losses, _ = run_all(workers, int(ALLOWED[name][0]), name, right, wrong)
-    assert losses != pytest.approx(one_process[0], rel=1e-4)
+    losses, _ = run_all(workers, n := int(ALLOWED[name][0]), name, right, wrong)
+    assert losses != pytest.approx(right_losses(workers, one_process, name, n), rel=1e-4)
 
 
-def with_old_weights(n):
-    """Return PipeDream's losses on one process: on rank r of n, micro-batch j uses weights n-1-r updates old."""
+def right_losses(workers, one_process, name, n):
+    """Return the losses of one process with what the rung has: rung 1's, or of another model or rule (OTHERS)."""
+    return workers.run(1, of_another, name, n)[0] if name in OTHERS else one_process[0]
+
+
+def of_another(name, n):
     import gpt
 
     gpt.STEPS = STEPS
     torch.set_default_dtype(torch.float64)
+    losses = OTHERS[name](gpt, n)
+    torch.set_default_dtype(torch.float32)
+    return losses
+
+
+def with_experts(gpt, n):
+    """Return the losses of rung 20's model on one process: every expert computes every token, and a mask chooses."""
+    model, losses = gpt.GPT(), []
+    for block in (unit for unit in model if isinstance(unit, gpt.Block)):
+        block.router = torch.nn.Linear(gpt.HIDDEN, 4, bias=False)
+        fc1, fc2 = torch.nn.Linear, torch.nn.Linear
+        pairs = [(fc1(gpt.HIDDEN, 4 * gpt.HIDDEN), fc2(4 * gpt.HIDDEN, gpt.HIDDEN)) for _ in range(4)]
+        block.experts = torch.nn.ModuleList(linear for pair in pairs for linear in pair)
+        del block.fc1, block.fc2
+
+        def mlp(x, block=block):
+            p, y = block.router(x).softmax(-1), 0
+            for e, (fc1, fc2) in enumerate(zip(block.experts[::2], block.experts[1::2], strict=True)):
+                chosen = (p.argmax(-1) == e) * p[..., e]
+                y = y + chosen[..., None] * fc2(torch.nn.functional.gelu(fc1(x), approximate="tanh"))
+            return y
+
+        block.mlp = mlp
+    adam = gpt.Adam(model.parameters())
+    for ids, targets in gpt.batches():
+        loss = gpt.cross_entropy(model(ids), targets)
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+def with_a_penalty(gpt, n):
+    """Return the losses of rung 22 on one process: autograd differentiates the whole variance of n parts' gradients."""
+    model, losses = gpt.GPT(), []
+    weights = list(model.parameters())
+    adam = gpt.Adam(weights)
+    for ids, targets in gpt.batches():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            pairs = zip(ids.chunk(n), targets.chunk(n), strict=True)
+            parts = [n * gpt.cross_entropy(model(x), y) for x, y in pairs]
+            grads = [torch.autograd.grad(part, weights, create_graph=True) for part in parts]
+        mean = [sum(g) / n for g in zip(*grads, strict=True)]
+        variance = sum(((g - m) ** 2).sum() for of in grads for g, m in zip(of, mean, strict=True)) / n
+        loss = sum(parts) / n
+        (loss + 0.1 / 2 * variance).backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+def with_old_weights(gpt, n):
+    """Return PipeDream's losses on one process: on rank r of n, micro-batch j uses weights n-1-r updates old."""
     model, versions, losses = gpt.GPT(), [], []
     adam = gpt.Adam(model.parameters())
     for ids, targets in gpt.batches():
@@ -212,8 +277,14 @@ def with_old_weights(n):
                 w.grad = weights[name].grad
             adam.step()
             losses[-1] += loss.item()
-    torch.set_default_dtype(torch.float32)
     return losses
+
+
+OTHERS = {
+    "rung14_pipedream": with_old_weights,
+    "rung20_experts": with_experts,
+    "rung22_gradient_variance": with_a_penalty,
+}
 
 
 def program_and_ladder():
@@ -226,7 +297,7 @@ def program_and_ladder():
         vocab_size=gpt.VOCAB, global_batch_size=gpt.BATCH, micro_batch_size=gpt.BATCH, train_iters=STEPS,
         lr=0.01, lr_decay_style="constant", weight_decay=0.0, clip_grad=0.0, init_method_std=0.2, dtype="fp64",
     )  # fmt: skip
-    run = train.build(config, Mesh.of(config), torch.device("cpu"))
+    run = train.build_run(config, Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     weights = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
     batches = (run.model.micro_batch(ids, targets) for ids, targets in gpt.batches())

@@ -5,7 +5,6 @@
     reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the input
     all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the output
     all_to_all      a a'|  b b'          a b  | a'b'                 (n-1)/n N    N: the input
-    rotate          a   |  b             b    | a                            N    counted as a send
     send            a   |  -              a   | a                    N
 
 N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal
@@ -147,17 +146,6 @@ def all_to_all(x, axis, what):
         return Pending(x)
     arrived = torch.empty_like(x)
     return _collective("all_to_all", axis, what, dist.all_to_all_single, (arrived, x), whole=x, result=arrived)
-
-
-def rotate(x, axis, what):
-    """Send x to the next rank of the axis, the last to the first. Return that of the rank before.
-
-    With two calls, NCCL would run each rank's send first, and no rank would come to its receive.
-    """
-    # to[i]: the rows that go to rank i; of[i]: that come from it
-    arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size
-    to[(axis.rank + 1) % axis.size] = of[axis.rank - 1] = len(x)
-    return _collective("send", axis, what, dist.all_to_all_single, (arrived, x, of, to), whole=x, result=arrived)
 
 
 def _collective(operation, axis, what, call, arguments, whole, result):

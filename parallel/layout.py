@@ -23,7 +23,6 @@ from collections import Counter
 from typing import NamedTuple
 
 from errors import UserError
-from parallel.schedules import updates
 from parallel.simulation import build
 
 ALIGN = 16  # elements: every parameter and every shard is aligned to 32 bytes or more
@@ -61,11 +60,11 @@ class BucketLayout:
     """Positions of one bucket's parameters in the flat buffer.
 
     specs: ParamSpecs in the order of the buffer; specs[i] begins at offsets[i]. ranges: without the padding at the end.
-    size: number of elements with padding. It has `data_ranks` equal aligned parts.
+    size: number of elements with padding. It has `data_ranks` equal aligned parts. tp: the ranks that cut tensors.
     """
 
     def __init__(self, name, specs, tp, data_ranks):
-        self.name, self.tp = name, tp
+        self.name, self.tp, self.data_ranks = name, tp, data_ranks
         self.specs = sorted(specs, key=kind_of, reverse=True)  # parameters of one kind keep their order
         self.lengths, self.offsets, self.ranges, end = [], [], [], 0
         for kind, of_kind in itertools.groupby(self.specs, kind_of):
@@ -152,13 +151,8 @@ class Layout:
             if len({made[rank] for rank in ranks}) > 1:
                 why = f"pipeline ranks {list(ranks)} share {name}, and some of them share more with others"
                 raise UserError(f"pp={self.config.pp}: {why}; share inside a stage, or set pp=2")
-            made.update(ranks * (len(ranks) > 1))
-
-    def axis_sizes(self):
-        """Return {name of a `mesh.Axis`: its number of ranks}."""
-        c = self.config
-        sizes = {"data": self.data_ranks, "shards": self.shards, "copies": c.zero_copies, "cp": c.cp, "tp": c.tp}
-        return sizes | {"pp": c.pp, "world": self.data_ranks * c.tp * c.pp}
+            if len(ranks) > 1:
+                made.update(ranks)
 
     def chunks(self, rank):
         return [chunk for chunk, placed in enumerate(self.placement) if placed == rank]
@@ -175,21 +169,11 @@ class Layout:
     def holders(self, name):
         return sorted(self.holders_of[name])
 
-    def stored(self, rank):
-        """Return P, the elements of a pipeline rank's buckets, with padding."""
-        return sum(bucket.size for bucket in self.buckets(rank).values())
-
-    def padding(self, rank, tp_rank=0):
-        """Return how many of these are padding: of the buffers, and rows of a table that no token uses."""
-        buckets, tp = self.buckets(rank).values(), self.config.tp
-        rows = sum(spec.local_padding(tp_rank, tp) for bucket in buckets for spec in bucket.specs)
-        return rows + sum(bucket.size - sum(bucket.lengths) for bucket in buckets)
-
     def passes(self, schedule, rank):
-        """Return {bucket name: gradients for an update}: one for each micro-batch and chunk that uses the bucket."""
+        """Return {bucket name: gradients of a step}: one for each micro-batch and chunk that uses the bucket."""
         forwards = [self.names(self.units[chunk]) for kind, _, chunk in schedule.actions[rank] if kind == "F"]
         count = Counter(itertools.chain(*forwards))
-        return {name: count[name] // updates(schedule) for name in self.buckets(rank)}
+        return {name: count[name] for name in self.buckets(rank)}
 
 
 def replica_sums(c, data_ranks, r):
@@ -216,9 +200,9 @@ def tokens_of_rank(c):
     return c.micro_batch_size * c.seq_length // c.cp
 
 
-def build_for(c, data_ranks, microbatches):
+def build_for(c, microbatches):
     """Return the checked Schedule of a configuration. microbatches: of each data rank."""
-    return build(c.schedule, c.pp, microbatches, c.chunks, number_of_micro_batches(c, c.global_batch_size, data_ranks))
+    return build(c.schedule, c.pp, microbatches, c.chunks)
 
 
 def number_of_micro_batches(c, samples, data_ranks):

@@ -16,6 +16,7 @@ instead: the same update in one pass over memory. To change such a rule, edit it
 remove its `fused` in RULES.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -114,7 +115,7 @@ def update(c, buckets, scalars, ops, device):
     constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
         for b in buckets:
-            ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
+            ranges = [(r.begin, r.end, r.decays) for r in b.trained_ranges()]
             constants |= dict(decay=c.weight_decay, out=b.copy_of_master)
             getattr(ops, rule.fused)(b.master, b.master_grad, b.moments, scalars, ranges, **constants)
         return
@@ -123,16 +124,17 @@ def update(c, buckets, scalars, ops, device):
     lr, scale, update = (x.item() for x in (scalars.lr, scalars.scale, scalars.update))
     constants |= dict(lr=lr, scale=scale, update=update)
     for b in buckets:
-        ranges = b.ranges
+        ranges = b.trained_ranges()
         if rule.whole:
-            ranges = rule.whole(b, device, decay=c.weight_decay, **constants)
+            ranges = rule.whole(b, ranges, device, decay=c.weight_decay, **constants)
         for r in ranges:
             w, g, *moments = (x[r.begin : r.end] for x in (b.master, b.master_grad, *b.moments))
             rule.step(w, g, moments, decay=c.weight_decay * r.decays, **constants)
     if rule.layerwise:
         tensors = [(b, piece) for b in buckets for piece in b.pieces]
         norms = tensor_norms(tensors, device).tolist()
-        for (b, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
+        trained = [p.requires_grad for b in buckets for p in b.params]
+        for (b, piece), (weight_norm, norm) in itertools.compress(zip(tensors, norms, strict=True), trained):
             w, g, *moments = (piece.of(x) for x in (b.master, b.master_grad, *b.moments))
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
             constants |= dict(lars_coefficient=c.lars_coefficient)
@@ -145,20 +147,21 @@ def update(c, buckets, scalars, ops, device):
 def tensor_norms(tensors, device):
     """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
-    tensors: [(Bucket, Piece)]; the axes `shards` and `tp` of the Buckets are equal. All holders of
-    a tensor take the sums of the first holder: their own may differ in the last digits, and copies
-    would drift apart.
+    tensors: [(Bucket, Piece)]. All holders of a tensor take the sums of the first holder: their own
+    may differ in the last digits, and copies would drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
-    rows_of = {}  # {Axis of holders: their rows of `squares`}
+    rows_of, cut_by = {}, {}  # {Axis of holders, Axis that cuts a tensor: its rows of `squares`}
     for i, (bucket, piece) in enumerate(tensors):
         rows_of.setdefault(bucket.holders, []).append(i)
+        for axis in (bucket.shards, bucket.tp):
+            cut_by.setdefault(axis, []).append(i)
         if piece.spec.tp_dim is not None or bucket.tp.rank == 0:
             for k, x in enumerate((bucket.master, bucket.master_grad)):
                 squares[i, k] = reference.squared_norms([piece.of(x)]).sum()
     squares = squares.to(device)
-    squares = all_reduce(squares, bucket.shards, "parameter norms").wait()
-    squares = all_reduce(squares, bucket.tp, "parameter norms").wait()
+    for axis, rows in cut_by.items():
+        squares[rows] = all_reduce(squares[rows], axis, "parameter norms").wait()
     for holders, rows in sorted(rows_of.items(), key=lambda item: item[0].ranks):
         first = squares[rows] if holders.rank == 0 else torch.zeros_like(squares[rows])
         squares[rows] = all_reduce(first, holders, "parameter norms").wait()

@@ -26,6 +26,7 @@ All ranks post their messages in one common order, which prevents a deadlock
 
 import itertools
 from collections import deque
+from dataclasses import dataclass, field
 
 import torch
 
@@ -67,6 +68,19 @@ def first_uses(buckets):
     return firsts
 
 
+@dataclass
+class PipelineStep:
+    """A step, or a validation, on this rank."""
+
+    schedule: schedules.Schedule
+    mail: object = None  # the Mailbox
+    unread: object = None  # an iterator of the MicroBatches that are not in `batches` yet
+    factor: float = 0.0  # of each micro-batch's mean loss in backward
+    passes: dict = field(default_factory=dict)  # {bucket's name: backwards that still add to its gradient}
+    batches: dict = field(default_factory=dict)  # {number: MicroBatch}
+    losses: dict = field(default_factory=dict)  # {number of a micro-batch: its losses [n]; in training their mean}
+
+
 class Executor:
     """This rank's part of every step. schedule: a Schedule with any number of micro-batches."""
 
@@ -84,13 +98,10 @@ class Executor:
         self.activations = {}  # (micro-batch, chunk): [(input, output) of each unit], from F to B
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
-        self.mail = None
         self.training_schedule = schedule
-        self.schedule = schedule  # of the latest step or validation
-        self.batches = {}  # number of a micro-batch: MicroBatch
+        self.step = PipelineStep(schedule)  # the latest one
         self.real_losses = False  # the head computes with its losses, so forward computes them, too
         self.work = 0  # of the latest step: 1 for a unit's forward, 2 for its backward
-        self.methods, self.flats = METHODS, {}  # flats: PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
 
     def run(self, batches, count, factor):
@@ -100,18 +111,17 @@ class Executor:
         without the factor: float64 [] on the device, 0 on ranks without the head.
         """
         schedule, messages, passes = self.prepared(count)
-        self.factor = factor
-        self.passes = dict(passes)  # passes[bucket's name]: backwards that still add to its gradient
-        self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
+        self.step = PipelineStep(schedule, unread=batches, factor=factor, passes=dict(passes))
         with self.watch("pipeline", schedule):
-            self._execute(schedule, messages, batches, [rows_outside(self.config)] * count)
+            self._execute(messages, [rows_outside(self.config)] * count)
             self.batch(count - 1)  # read all: some may have no action on this rank
-        return self.total
+        zero = torch.zeros((), dtype=torch.float64, device=self.zero.device)
+        return sum(self.step.losses.values(), zero)
 
     def prepared(self, count):
         """Return (Schedule, Messages, passes) of a step of `count` micro-batches."""
         if count not in self.schedules:
-            schedule = build_for(self.config, self.mesh.data.size, count)
+            schedule = build_for(self.config, count)
             passes = self.layout.passes(schedule, self.mesh.pp.rank)
             self.schedules[count] = schedule, simulation.messages(schedule), passes
         return self.schedules[count]
@@ -119,38 +129,39 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches):
         """Run the forwards of MicroBatches. Return {number: losses [n]} on the last chunk's rank."""
-        self.losses = {}
         if (count := len(batches)) not in self.validations:
             validation = schedules.forward_only(self.training_schedule, count)
             self.validations[count] = validation, simulation.messages(validation)
-        rows = [len(batch.positions) for batch in batches]
+        schedule, messages = self.validations[count]
+        self.step = PipelineStep(schedule, unread=iter(batches))
         with self.watch("evaluate"):
-            self._execute(*self.validations[count], iter(batches), rows)
-        return self.losses
+            self._execute(messages, [len(batch.positions) for batch in batches])
+        return self.step.losses
 
-    def _execute(self, schedule, messages, batches, rows):
+    def _execute(self, messages, rows):
         """Run this rank's actions. rows[j]: of x in micro-batch j; in a validation they differ."""
-        self.schedule, self.batches, self.work, self.unread = schedule, {}, 0, batches
-        self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
-        for action in schedule.actions[self.mesh.pp.rank]:
-            method, phase = self.methods[action.kind]
-            self.mail.post()
+        self.work = 0
+        self.step.mail = mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
+        for action in self.step.schedule.actions[self.mesh.pp.rank]:
+            method, phase = METHODS[action.kind]
+            mail.post()
             with self.watch(phase, action):
                 getattr(self, method)(action.microbatch, action.chunk)
-        self.mail.close()
+        mail.close()
 
     def batch(self, j):
         """Return micro-batch j. All up to j are kept: Chimera may run micro-batch 1 before 0."""
-        while j not in self.batches:
-            self.batches[len(self.batches)] = next(self.unread)
-        return self.batches[j]
+        batches = self.step.batches
+        while j not in batches:
+            batches[len(batches)] = next(self.step.unread)
+        return batches[j]
 
     # --- the actions ------------------------------------------------------------------------------
 
     def forward(self, j, c):
         """F: run a chunk's units on micro-batch j. In training, keep inputs and outputs for B."""
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
-        y = None if self.schedule.parts[c] == 0 else self._take("activation", j, c)
+        y = None if self.step.schedule.parts[c] == 0 else self._take("activation", j, c)
         batch.real_losses = self.real_losses
         pairs = []
         for i, unit in enumerate(chunk.units):
@@ -165,17 +176,17 @@ class Executor:
                 bucket.release()
         if training:
             self.activations[j, c] = pairs
-        after = schedules.downstream(self.schedule, c)
+        after = schedules.downstream(self.step.schedule, c)
         if after is not None:
             self._give("activation", j, after, y)
         elif not training:
-            self.losses[j] = y
+            self.step.losses[j] = y
 
     def backward(self, j, c, deferred=None):
         """B: run the units backwards. deferred: a list for the `WeightGradient`s of I, or None."""
         chunk, batch = self.chunks[c], self.batch(j)
         pairs = self.activations.pop((j, c))
-        before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
+        before, after = schedules.upstream(self.step.schedule, c), schedules.downstream(self.step.schedule, c)
         gradient = None if after is None else self._take("gradient", j, c)
         for i in reversed(range(len(chunk.units))):
             self._gather(chunk, i, -1)
@@ -191,12 +202,11 @@ class Executor:
                 if y.grad_fn.name() != "LinearCrossEntropyBackward" and not batch.real_losses:
                     self.real_losses = batch.real_losses = True  # the head computed with nan: again
                     y = chunk.units[i](x, batch)
-                gradient = torch.full_like(y, self.factor / len(y))  # d(factor * mean) / dy
-            batch.factor = self.factor
+                gradient = torch.full_like(y, self.step.factor / len(y))  # d(factor * mean) / dy
             if y.requires_grad:  # False: the embedding is frozen
                 torch.autograd.backward(y, gradient)
             if is_loss:
-                self.total += y.detach().mean(dtype=torch.float64)
+                self.step.losses[j] = y.detach().mean(dtype=torch.float64)
             for bucket in chunk.buckets[i]:
                 bucket.defer_to(None)  # else the parameters would keep the list alive
             gradient = None if x is None else x.grad
@@ -238,23 +248,24 @@ class Executor:
             bucket.gather()
 
     def _reduce(self, bucket):
-        self.passes[bucket.name] -= 1
+        passes = self.step.passes
+        passes[bucket.name] -= 1
         with self.watch("reduce"):
-            bucket.reduce(last=self.passes[bucket.name] == 0)
+            bucket.reduce(last=passes[bucket.name] == 0)
 
     def _give(self, kind, j, c, x):
         """Pass x [rows, h] to chunk c."""
         if c in self.chunks:
             self.local[kind, j, c] = x.detach()
         else:
-            self.mail.send((kind, j, c), x)
+            self.step.mail.send((kind, j, c), x)
 
     def _take(self, kind, j, c):
         """Return the tensor that chunk c needs: from this rank, or by a message."""
         if (kind, j, c) in self.local:
             return self.local.pop((kind, j, c))
         with self.watch("wait", (kind, j, c)):
-            return self.mail.receive((kind, j, c))
+            return self.step.mail.receive((kind, j, c))
 
 
 def axis_to(mesh, source, destination):

@@ -21,16 +21,12 @@ simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m a
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
-    pipedream      (p-1) / (m+p-1)                               p-r                   old weights, p-r versions of them
-    pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 There are p stages and m micro-batches. A rank has v chunks, each a part of the model. F, I and
 W are the durations of forward, input gradient and weight gradient on a whole stage, and B = I +
 W. "In flight" counts activations of one micro-batch on a whole stage, for large m. The bubbles are
 those of `simulate` under conditions: zb-h1 needs W <= min(F, I) and m >= p; zb-h2 needs W <= min(F,
 I) and m >= 2p-1; zb-v needs W <= F <= I and m >= 2p-1; chimera needs p >= 2 and m a multiple of p.
-The m of PipeDream and 2BW counts the micro-batches of all updates of a call (`updates_per_call`):
-they have this bubble once, 1F1B has it in each step.
 
 The bubble has two definitions. The papers and this table count a rank's *own time*, from its first
 action to its last. In train.py all ranks end a step together, because they wait for the gradient
@@ -53,7 +49,7 @@ class Action(NamedTuple):
     others.
     """
 
-    kind: str  # F forward, B backward, I, W, or U: update of the weights (only in PipeDream)
+    kind: str  # F forward, B backward, I, or W
     microbatch: int  # 0 .. m-1
     chunk: int  # chunks are numbered over all ranks
 
@@ -68,7 +64,6 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: its Actions in their order
-    versions: list | None = None  # [rank][j]: updates that micro-batch j's weights have had
 
     @property
     def microbatches(self):
@@ -97,11 +92,7 @@ def forward_only(schedule, microbatches):
     forwards = product(chunks, range(microbatches))
     for chunk, j in sorted(forwards, key=lambda place: place[0] + v * place[1]):
         actions[schedule.placement[chunk]].append(Action("F", j, chunk))
-    return schedule._replace(name=f"{schedule.name}, forward only", actions=actions, versions=None)
-
-
-def updates(schedule):
-    return sum(action.kind == "U" for action in schedule.actions[0]) or 1
+    return schedule._replace(name=f"{schedule.name}, forward only", actions=actions)
 
 
 # --- the schedules --------------------------------------------------------------------------------
@@ -179,7 +170,7 @@ def zero_bubble(stages, microbatches, factor):
     return actions
 
 
-# First reading: stop here, and look at `each` to `straight` below. zb_v, chimera and PipeDream follow.
+# First reading: stop here, and look at `each` to `straight` below. zb_v and chimera follow.
 
 
 def zb_v(stages, microbatches, chunks=2):
@@ -257,50 +248,6 @@ def chimera(stages, microbatches, chunks=1):
     return Schedule("chimera", [*range(p)] * 2, [*range(p), *reversed(range(p))], actions)
 
 
-def pipedream(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream: 1F1B without a flush (wait for an empty pipeline), an update after each backward.
-
-    While micro-batch j is in flight, a rank makes p-1-rank updates. It keeps the weights of j's
-    forward for j's backward (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and
-    3.3.
-    """
-    if per_update not in (None, 1):
-        why = "pipedream updates after every micro-batch; should be 1"
-        raise UserError(f"per_update={per_update}: {why}")
-    versions = [[max(j - lag, 0) for j in range(microbatches)] for lag in reversed(range(stages))]
-    return asynchronous("pipedream", chunks, microbatches, 1, versions)
-
-
-def pipedream_2bw(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream-2BW: an update after every `per_update` micro-batches (default: stages).
-
-    A rank keeps two versions of its weights. All micro-batches of an update use weights that are
-    one update old: w(t+1) = w(t) - lr * gradient(w(t-1)). Narayanan et al., arXiv 2006.09503,
-    section 3.1. If per_update < stages, a rank would need a third version.
-    """
-    m = stages if per_update is None else per_update
-    if m < stages:
-        raise UserError(f"per_update={m}: pipedream-2bw needs stages={stages} or more")
-    if microbatches % m:
-        right = f"a multiple of per_update={m}"
-        raise UserError(f"microbatches={microbatches}: pipedream-2bw needs {right}")
-    versions = [[max(j // m - 1, 0) for j in range(microbatches)]] * stages
-    return asynchronous("pipedream-2bw", chunks, microbatches, m, versions)
-
-
-def asynchronous(name, chunks, microbatches, per_update, versions):
-    """Return the Schedule of 1F1B's order with an action U after every `per_update` backwards."""
-    one_chunk(name, chunks)
-    flushed = one_f_one_b(len(versions), microbatches)
-    actions = [[] for _ in versions]
-    for of_rank, before in zip(actions, flushed.actions, strict=True):
-        for action in before:
-            of_rank.append(action)
-            if action.kind == "B" and (action.microbatch + 1) % per_update == 0:
-                of_rank.append(action._replace(kind="U"))
-    return flushed._replace(name=name, actions=actions, versions=versions)
-
-
 def each(kind, microbatches, chunk):
     return [Action(kind, j, chunk) for j in range(microbatches)]
 
@@ -329,10 +276,7 @@ SCHEDULES = {
     "zb-h2": zb_h2,
     "zb-v": zb_v,
     "chimera": chimera,
-    "pipedream": pipedream,
-    "pipedream-2bw": pipedream_2bw,
 }
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # their lists have updates (actions U)
 
 
 def usual_chunks(name):

@@ -4,7 +4,7 @@ import itertools
 from typing import NamedTuple
 
 from errors import UserError
-from parallel.schedules import ASYNCHRONOUS, SCHEDULES, Action, Schedule, downstream, pipelines, upstream
+from parallel.schedules import SCHEDULES, Action, Schedule, downstream, pipelines, upstream
 
 # --- checks ---------------------------------------------------------------------------------------
 
@@ -22,15 +22,14 @@ def routes(schedule):
     return chunks_of
 
 
-def build(name, stages, microbatches, chunks=1, per_update=None):
-    """Return the checked Schedule `name`. per_update: micro-batches of an update (ASYNCHRONOUS)."""
+def build(name, stages, microbatches, chunks=1):
+    """Return the checked Schedule `name`."""
     if name not in SCHEDULES:
         raise UserError(f"schedule={name}: should be one of {', '.join(SCHEDULES)}")
     for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
         if value < 1:
             raise UserError(f"{field}={value}: should be 1 or more")
-    extra = (per_update,) if name in ASYNCHRONOUS else ()
-    schedule = SCHEDULES[name](stages, microbatches, chunks, *extra)
+    schedule = SCHEDULES[name](stages, microbatches, chunks)
     if not isinstance(schedule, Schedule):
         raise UserError(f"schedule={name}: returns {schedule!r}; should return a Schedule")
     check_schedule(schedule, microbatches)
@@ -38,7 +37,7 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
 
 
 # Assumed durations: a linear layer has one matrix product in F and two in B.
-NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0.01}
+NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def check_schedule(schedule, microbatches=None):
@@ -49,7 +48,7 @@ def check_schedule(schedule, microbatches=None):
 
 def check_actions(schedule, microbatches=None):
     """Refuse a schedule unless every micro-batch has F and B (or F, I, W) once, on its chunk's rank."""
-    name, parts, placement, lists, _ = schedule
+    name, parts, placement, lists = schedule
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
         raise UserError(f"{name}: parts={parts}: each pipeline should have the parts 0, 1, 2 ...")
@@ -78,15 +77,6 @@ def check_actions(schedule, microbatches=None):
                 present = " and ".join(kinds) or "no action"
                 place = f"rank {placement[chunk]} has {present} of micro-batch {j}, chunk {chunk}"
                 raise UserError(f"{name}: {place}; should have F and B, or F, I and W")
-    check_updates(schedule)
-
-
-def check_updates(schedule):
-    marks = [[j for kind, j, _ in actions if kind == "U"] for actions in schedule.actions]
-    last = [schedule.microbatches - 1] if schedule.versions else []
-    if any(mark != marks[0] or mark[-1:] != last for mark in marks):
-        should = f"should be equal lists that end with {last}" if last else "it has no versions"
-        raise UserError(f"{schedule.name}: ranks update after the micro-batches {marks}; {should}")
 
 
 def prerequisites(schedule):
@@ -94,26 +84,18 @@ def prerequisites(schedule):
     every = itertools.chain(*schedule.actions)
     backward = {(a.microbatch, a.chunk): a for a in every if a.kind in "BI"}
     needs = {}
-    for rank, actions in enumerate(schedule.actions):
-        updated = [action for action in actions if action.kind == "U"]
-        for action in actions:
-            kind, j, chunk = action
-            if kind == "F":
-                before = upstream(schedule, chunk)
-                needs[action] = [] if before is None else [Action("F", j, before)]
-                if schedule.versions and (version := schedule.versions[rank][j]):
-                    needs[action].append(updated[version - 1])
-            elif kind == "W":
-                needs[action] = [Action("I", j, chunk)]
-            elif kind == "U":
-                earlier = [update.microbatch for update in updated if update.microbatch < j]
-                first = max(earlier, default=-1) + 1
-                needs[action] = [backward[i, chunk] for i in range(first, j + 1)]
-            else:
-                after = downstream(schedule, chunk)
-                needs[action] = [Action("F", j, chunk)]
-                if after is not None:
-                    needs[action].append(backward[j, after])
+    for action in itertools.chain(*schedule.actions):
+        kind, j, chunk = action
+        if kind == "F":
+            before = upstream(schedule, chunk)
+            needs[action] = [] if before is None else [Action("F", j, before)]
+        elif kind == "W":
+            needs[action] = [Action("I", j, chunk)]
+        else:
+            after = downstream(schedule, chunk)
+            needs[action] = [Action("F", j, chunk)]
+            if after is not None:
+                needs[action].append(backward[j, after])
     return needs
 
 

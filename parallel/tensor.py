@@ -28,7 +28,7 @@ follows the types.
 With sequence parallelism each rank has n/t consecutive rows of an activation [n = bs, h] outside of
 the pairs, so LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward
 stores only the cut x, so backward gathers x again for dW. A replicated parameter (LayerNorm,
-row-parallel bias, position table, router of experts) sees part of the tokens, so `zero.py` sums its
+row-parallel bias, position table) sees part of the tokens, so `zero.py` sums its
 gradient over tp.
 
 **What can overlap.** The slide says that this communication can't be hidden. In forward this is
@@ -41,7 +41,6 @@ parallelism 10 bsh (t-1)/t in 10 all_gathers and reduce_scatters (`accounts/ledg
 """
 
 import hashlib
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,13 +80,6 @@ class ParamSpec:
     def local_part(self, whole, axis):
         """Return this rank's slice of the whole tensor (a view)."""
         return whole if self.tp_dim is None else whole.chunk(axis.size, self.tp_dim)[axis.rank]
-
-    def local_padding(self, rank, t):
-        """Return how many elements of a rank's part lie in the rows of padding."""
-        rows, *rest = self.local_shape(t)
-        begin = rank * rows if self.tp_dim == 0 else 0
-        used = self.shape[0] - self.padding
-        return (rows - min(max(used - begin, 0), rows)) * math.prod(rest)
 
     def initial(self, seed):
         """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) alone."""
@@ -313,14 +305,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, weights):
+    def backward(ctx, dlosses):
         (x,), (w, targets, vocab_size, enter, tp, ops) = ctx.saved_tensors, ctx.arguments
         x = start(enter, x, tp, "head").wait()
         dx, has_loss = torch.empty_like(x), targets >= 0
-        weights = weights * has_loss
+        dlosses = dlosses * has_loss
         for rows in slices(x):
             z = x[rows] @ w.T
-            ctx.losses[rows] = cross_entropy_(z, w, targets[rows], vocab_size, weights[rows], tp, ops)
+            ctx.losses[rows] = cross_entropy_(z, w, targets[rows], vocab_size, dlosses[rows], tp, ops)
             torch.mm(z, w, out=dx[rows])
             add_product(w, z, x[rows])
         ctx.losses.mul_(has_loss)
@@ -341,13 +333,13 @@ def slices(x):
     return [slice(begin, begin + ROWS) for begin in range(0, len(x), ROWS)]
 
 
-def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
+def cross_entropy_(z, w, targets, vocab_size, dlosses, tp, ops):
     """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
-    weights [n]: the gradient of each loss, or None. The ranks combine three numbers per token:
+    dlosses [n]: the gradient of each loss, or None. The ranks combine three numbers per token:
     maximum, sum of exponentials, logit of the target.
     """
     first = tp.rank * len(w)
     columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding
     reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
-    return ops.cross_entropy_(z, targets - first, columns, weights, reduce)
+    return ops.cross_entropy_(z, targets - first, columns, dlosses, reduce)

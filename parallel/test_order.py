@@ -5,17 +5,14 @@ rank records its calls.
 """
 
 import random
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from errors import UserError
 from parallel import comm
-from parallel.pipedream import PipeDream
-from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
+from parallel.schedules import SCHEDULES, usual_chunks
 from testing import dry_run
 from testing.tiny import tiny_config
 
@@ -77,32 +74,20 @@ def waiting(calls):
 def layouts(schedule):
     """Return [(configuration, number of ranks)]: a long pipeline, and a short one with other axes."""
     i, fields = list(SCHEDULES).index(schedule), dict(schedule=schedule, chunks=usual_chunks(schedule), dtype="bf16")
-    if schedule in ASYNCHRONOUS:
-        batch = 4 if schedule == "pipedream-2bw" else 1
-        fields |= dict(updates_per_call=5, clip_grad=0.0, micro_batch_size=1, global_batch_size=batch)
-        return [(tiny_config(1, pp=p, **fields), p) for p in (4, 2)]
     fields |= dict(micro_batch_size=1, num_layers=4 * fields["chunks"] - 2, zero=i % 4)
     dp, tp = (2, 1) if i % 2 else (1, 2)
     short = tiny_config(dp, tp, pp=2, global_batch_size=4 * dp, sequence_parallel=tp == 2, **fields)
-    context = tiny_config(1, pp=2, cp=2, context=["ring", "ulysses"][i % 2], global_batch_size=4, **fields)
+    context = tiny_config(1, pp=2, cp=2, global_batch_size=4, **fields)
     return [(tiny_config(1, pp=4, global_batch_size=4, **fields), 4), (short, 4), (context, 4)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_order_of_calls_deadlocks(monkeypatch, schedule, short):
-    """PipeDream's does, so it refuses GPUs."""
     config, gpus = layouts(schedule)[short]
     calls = [recorded(monkeypatch, config, gpus, rank) for rank in range(gpus)]
     assert min(map(len, calls)) > 10
-    stuck = waiting(calls)
-    assert stuck == {} if schedule not in ASYNCHRONOUS else stuck or not short, stuck
-
-
-def test_pipedream_is_refused_on_gpus_by_name():
-    zero, config = SimpleNamespace(device=torch.device("cuda")), tiny_config(1, pp=2, schedule="pipedream")
-    with pytest.raises(UserError, match="schedule=pipedream: on GPUs"):
-        PipeDream(None, zero, config, *[None] * 3)
+    assert waiting(calls) == {}
 
 
 def test_the_rule_finds_a_wrong_order(monkeypatch):

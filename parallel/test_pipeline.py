@@ -120,7 +120,7 @@ def posted(config):
     with mock.patch.multiple(pipeline, send=sending, receive=receiving):
         run = built(config)
         before = len(calls)
-        (train.train_call if run.schedule.versions else train.train_step)(run, tiny_batches(run))
+        train.train_step(run, tiny_batches(run))
     groups = [run.mesh.pp.group, run.mesh.pp_to_lower.group]
     calls = [(groups.index(group), *more) for group, *more in calls]
     return calls[:before], calls[before:]
@@ -130,8 +130,6 @@ def posted(config):
 def test_a_group_has_one_sender_between_two_ranks_and_is_connected_before_the_step(workers, schedule):
     """NCCL runs a group's messages between two ranks in the order in which both post them."""
     fields = dict(schedule=schedule, chunks=schedules.usual_chunks(schedule), num_layers=7, micro_batch_size=1)
-    fields |= dict(global_batch_size=4, updates_per_call=6) if schedule in schedules.ASYNCHRONOUS else {}
-    fields |= dict(global_batch_size=1) if schedule == "pipedream" else {}
     ranks = workers.run(4, posted, tiny_config(1, pp=4, **fields))
     for before, during in ranks:
         assert all(group == (source > destination) for group, source, destination, _ in during)
@@ -324,12 +322,12 @@ def test_in_stage_3_a_sum_does_not_delay_a_gather(workers):
 def staged(config):
     """Train with the state on another device than the model (`cpu`, not `cpu:0`)."""
     with mock.patch.object(zero, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)):
-        run = train.build(config, Mesh.of(config), torch.device("cpu", 0))
+        run = train.build_run(config, Mesh.of(config), torch.device("cpu", 0))
         assert all(isinstance(bucket, zero.HostBucket) == config.offload for bucket in run.zero.in_order)
         run.zero.initialize(1)
         batches = tiny_batches(run)
-        step = train.train_call if run.schedule.versions else lambda *arguments: [train.train_step(*arguments)]
-        numbers = [(done.read().loss, done.read().grad_norm) for _ in "123" for done in step(run, batches)]
+        steps = [train.train_step(run, batches).read() for _ in "123"]
+        numbers = [(step.loss, step.grad_norm) for step in steps]
         masters = [bucket.master.clone() for bucket in run.zero.buckets.values()]
         return numbers, masters + list(parameters(run).values())
 
@@ -340,12 +338,10 @@ def staged(config):
         dict(dtype="bf16", zero=1),
         dict(dtype="fp32", zero=3, optimizer="lamb"),
         dict(dtype="bf16", zero=2, optimizer="muon"),
-        dict(dtype="bf16", pp=2, schedule="pipedream", updates_per_call=6, global_batch_size=4, clip_grad=0.0),
     ],
     ids=str,
 )
 def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
-    """PipeDream: a version that no forward uses has master weights alone, not rounded to bf16."""
     config = tiny_config(1, micro_batch_size=4, **fields)
     plain, offloaded = (workers.run(2, staged, replace(config, offload=on)) for on in (False, True))
     for a, b in zip(plain, offloaded, strict=True):
@@ -406,7 +402,7 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     config = configured(tmp_path / "out", tokens_dir, pp=2, schedule="zb-h1", **fields)
     workers.run(4, go, config)
     content, m = json.loads(trace.read_text()), config.global_batch_size // (3 * 2)
-    about = {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1, "per_update": m}
+    about = {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1}
     assert content["otherData"] == about
     assert {e["args"]["step"] for e in content["traceEvents"]} == set(range(3, 13))  # the last ten steps
     schedule = simulation.build("zb-h1", 2, m)

@@ -42,10 +42,9 @@ def test_every_size_that_a_schedule_can_have_is_accepted():
     """The other tests leave out the sizes that a schedule refuses."""
     accepted = set(all_of_them(range(1, 9), range(1, 13)))
     for p, m in itertools.product(range(1, 9), range(1, 13)):
-        wanted = {(name, p, m, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "pipedream")} | {("zb-v", p, m, 2)}
+        wanted = {(name, p, m, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")} | {("zb-v", p, m, 2)}
         wanted |= {("chimera", p, m, 1)} if p % 2 == 0 or p == 1 else set()
         wanted |= {("interleaved", p, m, v) for v in (2, 3) if m % p == 0}
-        wanted |= {("pipedream-2bw", p, m, 1)} if m % p == 0 else set()
         assert wanted <= accepted
 
 
@@ -69,11 +68,6 @@ def backwards(schedule):
     return {(a.microbatch, a.chunk): a for a in itertools.chain(*schedule.actions) if a.kind in "BI"}
 
 
-def updated_after(name, p, m):
-    """Return the micro-batches after which a rank makes an update."""
-    return range(m) if name == "pipedream" else range(p - 1, m, p) if name == "pipedream-2bw" else []
-
-
 # --- what a schedule does ---------------------------------------------------------------------------------------------
 
 
@@ -87,13 +81,11 @@ def test_every_action_once_in_an_order_that_can_be(mixed):
         back, taken = backwards(schedule), routes(schedule)
         places = [(j, chunk) for j in range(m) for chunk in taken[j]]
         wanted = {Action(kind, *place) for place in places for kind in ("FIW" if back[place].kind == "I" else "FB")}
-        wanted |= {Action("U", j, rank) for j in updated_after(name, p, m) for rank in range(p)}
-        events = {event.action: event for event in simulate(schedule, COST | {"U": 0.3}, comm).events}
+        events = {event.action: event for event in simulate(schedule, COST, comm).events}
         assert len(events) == sum(len(actions) for actions in schedule.actions) and events.keys() == wanted, sizes
         for (kind, j, chunk), event in events.items():
-            duration = (COST | {"U": 0.3})[kind]
-            assert event.rank == schedule.placement[chunk] and event.end - event.start == pytest.approx(duration)
-            needs = [("W", "I", chunk), ("I", "F", chunk), ("B", "F", chunk), ("U", "B", chunk)]
+            assert event.rank == schedule.placement[chunk] and event.end - event.start == pytest.approx(COST[kind])
+            needs = [("W", "I", chunk), ("I", "F", chunk), ("B", "F", chunk)]
             needs += [("F", "F", upstream(schedule, chunk))]
             after = downstream(schedule, chunk)
             needs += [(mine, back[j, after].kind, after) for mine in "BI" if after is not None]
@@ -285,9 +277,6 @@ def refusal(refuse, *arguments):
         (("zb-v", 4, 8, 1), "chunks=1: zb-v needs 2"),
         (("1f1b", 0, 8), "stages=0"),
         (("zb-h3", 4, 8), f"schedule=zb-h3: should be one of {', '.join(SCHEDULES)}"),
-        (("pipedream", 4, 8, 1, 2), "per_update=2: pipedream"),
-        (("pipedream-2bw", 4, 8, 1, 3), "per_update=3: pipedream-2bw needs stages=4 or more"),
-        (("pipedream-2bw", 4, 10), "microbatches=10: pipedream-2bw needs a multiple of per_update=4"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments, words):
@@ -326,10 +315,6 @@ def changed(schedule, change):
         ("chimera", lambda lists: lists[1].insert(0, Action("F", 0, 6)), "micro-batch 0 has actions in chunk 0 and in"),
         ("1f1b", dict(parts=[0, 1, 3, 2]), "parts=[0, 1, 3, 2]"),
         ("1f1b", dict(placement=[0, 1, 2, 4]), "placement=[0, 1, 2, 4]"),
-        ("pipedream", lambda lists: lists[1].remove(Action("U", 2, 1)), "ranks update after"),
-        ("pipedream", dict(versions=None), "ranks update after"),
-        ("pipedream", lambda lists: lists[1].insert(0, lists[1].pop(4)), "deadlock: "),
-        ("pipedream", dict(versions=[[0] * 8, [1] * 8, [0] * 8, [0] * 8]), "deadlock: "),
     ],
 )
 def test_the_wrong_action_is_named(name, change, words):

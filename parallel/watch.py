@@ -9,8 +9,7 @@
     recompute   a block's second forward
     reduce      a sum of gradients starts
     finish      the other sums of gradients
-    update      the norm and the optimizer      (the Action U)
-    penalty     a step's second run
+    update      the norm and the optimizer
     setup, evaluate, log: not in a step
 
 The phases wait, batch, recompute and reduce are parts of forward or backward. The ledger
@@ -20,8 +19,6 @@ The phases wait, batch, recompute and reduce are parts of forward or backward. T
 import contextlib
 
 from parallel.comm import Ledger
-
-UNTOLD = ("evaluate", "penalty")  # these phases run a pipeline that the tools shall not see
 
 
 class Tool:
@@ -44,7 +41,7 @@ class Watch:
     def __call__(self, phase, subject=None):
         """Context: this rank is in `phase`. subject: as in the table above."""
         outer = self.phase
-        if outer in UNTOLD:
+        if outer == "evaluate":  # it runs a pipeline that the tools shall not see
             yield
             return
         with contextlib.ExitStack() as stack:

@@ -22,15 +22,17 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (of `Zero`; gathe
     reduce         after its backward      -                -                 reduce_scatter           reduce_scatter
       ... in the last micro-batch          all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     settle         before the next use     wait             wait              wait, add, free          wait, add, free
-    finish         after all backwards     settle all; sum over copies, tp (if needed) and holders (pipeline ranks)
+      ... complete, with copies            -                cross: all_reduce of the shard over the copies
+    finish         after all backwards     settle all; sum over tp (if needed) and holders (pipeline ranks)
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
 **Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS,
 arXiv 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, such as a
-node's. The k groups keep copies. Once in a step, after backward, a rank sums its P/n elements over
-them: 2 P/n (k-1)/k more.
+node's. The k groups keep copies. Once in a step, a rank sums its P/n elements over them: 2 P/n (k-1)/k
+more. For all buckets but the last two this starts during backward, when the bucket's last sum over
+the n ranks has arrived.
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run
 while backward fills a third buffer. In stage 3 the next unit's parameters are gathered while this
@@ -43,6 +45,7 @@ dtype, float32 (in fp64 runs float64).
 """
 
 import itertools
+import math
 
 import torch
 from torch import nn
@@ -51,7 +54,7 @@ import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
 from parallel.hidden import Views
-from parallel.layout import REPLICATED, replica_sums
+from parallel.layout import ALIGN, REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
@@ -131,7 +134,10 @@ class Bucket:
         self.saved = layout.part(part, self.shards.size * self.copies.size)
         self.ranges, self.pieces = layout.ranges_in(*self.bounds), list(layout.pieces(*self.bounds))
         self.gathering = None  # the Pending of the parameters
-        self.summing = None  # the Pending of the gradient's sum
+        self.summing = None  # the Pending of the gradient's sum over `shards`
+        self.crossing = None  # the Pending of the shard's sum over `copies`
+        self.complete = False  # the sum that runs is the last one of this step
+        self.hybrid = self.shards.size > 1 and self.copies.size > 1
         stage = zero.layout.zero_stage
         self.param = Flat(self.size, self.bounds, stage == 3, zero.dtype, zero.device)
         self.grad, self.master, self.moments = None, self.param.shard, []
@@ -191,11 +197,17 @@ class Bucket:
         if self.grad.open():
             self.grad.whole.zero_()
 
-    def frozen(self):
-        """Return views of the weights and moments with requires_grad=False."""
-        pairs = zip(self.pieces, self.params, strict=True)
-        pieces = [piece for piece, p in pairs if not p.requires_grad]
-        return [piece.of(flat) for piece in pieces for flat in (self.master, *self.moments)]
+    def trained_ranges(self):
+        """Return the Ranges without frozen parameters (`p.requires_grad_(False)`)."""
+        ranges = self.ranges
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            if not p.requires_grad and piece.begin < piece.end:
+                begin = piece.at
+                end = math.ceil((begin + piece.end - piece.begin) / ALIGN) * ALIGN  # with the padding
+                before = [r._replace(end=min(r.end, begin)) for r in ranges]
+                after = [r._replace(begin=max(r.begin, end)) for r in ranges]
+                ranges = [r for r in before + after if r.begin < r.end]
+        return ranges
 
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to a list. None: compute at once."""
@@ -204,10 +216,11 @@ class Bucket:
 
     def reduce(self, last):
         """Start to sum the gradient over the data ranks. last: it is complete for this step."""
-        if self.grad.sharded:
-            self.window.make_room()
-        elif not last:
+        if not (self.grad.sharded or last):
             return
+        if self.grad.sharded or self.hybrid:
+            self.window.make_room()
+        self.complete = last
         if self.shards.size == 1:
             self.summing = all_reduce(self.grad.whole, self.copies, "gradients")
         else:
@@ -217,7 +230,10 @@ class Bucket:
         self.window.buckets.append(self)
 
     def settle(self):
-        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`."""
+        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`.
+
+        With a complete gradient, hybrid sharding's next sum starts here, during backward.
+        """
         if not self.summing:
             return
         shard = self.summing.wait()
@@ -226,6 +242,13 @@ class Bucket:
         if self.grad.sharded:
             self.grad.shard.add_(shard)
             self.grad.close()
+        if self.complete:
+            self.cross()
+
+    def cross(self):
+        """Hybrid sharding: start to sum the shard over the copies, once in a step."""
+        if self.hybrid and not self.crossing:
+            self.crossing = all_reduce(self.grad.shard, self.copies, "gradients")
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -348,13 +371,16 @@ class Zero:
         self.sum_over_tp()
         self.sum_over_holders()
         for bucket in self.in_order:
-            bucket.grad.views.set_hidden(self.shards.size > 1)  # only the shard is summed
+            bucket.grad.views.set_hidden(bucket.shards.size > 1)  # only the shard is summed
 
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
             bucket.settle()
-        if self.shards.size > 1:  # with one shard, `reduce` has summed over the copies
-            self.sum_shards("copies", "gradients")
+        for bucket in self.in_order:
+            bucket.cross()  # a bucket without a backward on this rank
+        wait_for([bucket.crossing for bucket in self.in_order])
+        for bucket in self.in_order:
+            bucket.crossing = None
 
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
@@ -369,64 +395,58 @@ class Zero:
                     part = bucket.grad.shard[r.begin : r.end]
                     if what == REPLICATED:
                         equal.append((bucket.name, part, part.clone()))
-                        part.mul_(tp.rank == 0)  # 0 times inf or nan is nan: all ranks skip the step
+                        if tp.rank > 0:
+                            part.mul_(0)  # 0 times inf or nan is nan: all ranks skip the step
                     started.append(all_reduce(part, tp, what))
         wait_for(started)
         self.unequal = [(name, (x - before).norm() / x.norm()) for name, x, before in equal]
 
     def sum_over_holders(self):
         """Sum over a bucket's pipeline ranks: of the tied word table, in Chimera of all."""
-        self.sum_shards("holders", "twin gradients")
-
-    def sum_shards(self, axis, what):
-        wait_for([all_reduce(b.grad.shard, getattr(b, axis), what) for b in self.in_order])
+        wait_for([all_reduce(b.grad.shard, b.holders, "twin gradients") for b in self.in_order])
 
     # --- squared_norm -----------------------------------------------------------------------------
 
-    def squared_norm(self, buckets=None):
-        """Return this rank's share of the squared gradient norm (or of some buckets'), float64 [].
+    def squared_norm(self):
+        """Return this rank's share of the squared gradient norm, float64 [].
 
         An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is
         nan): all ranks skip the step. float64: a large loss scale must not overflow the sum.
         """
-        slices = {True: [], False: []}  # {counts on this rank: slices of `grad.shard`}
-        for bucket in buckets or self.in_order:
+        counted, others = [], []  # slices of gradients
+        for bucket in self.in_order:
             for counts, group in itertools.groupby(bucket.ranges, bucket.counts):
                 ranges = list(group)
-                slices[counts].append(bucket.scaled_gradient[ranges[0].begin : ranges[-1].end])
-        present = [(counts, parts) for counts, parts in slices.items() if parts]
-        squares = [counts * self.ops.squared_norms(parts).sum() for counts, parts in present]
-        squares = squares or [torch.zeros((), dtype=torch.float64, device=self.device)]
-        return sum(squares[1:], squares[0])
+                slices = counted if counts else others
+                slices.append(bucket.scaled_gradient[ranges[0].begin : ranges[-1].end])
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if counted:
+            total = self.ops.squared_norms(counted).sum()
+        if others:
+            total = total + 0 * self.ops.squared_norms(others).sum()
+        return total
 
     # --- update, publish --------------------------------------------------------------------------
 
+    @torch.no_grad()
     def update(self, scalars):
         """Update this rank's shards, unless scalars.skip (`reference.UpdateScalars`)."""
-        self.update_buckets(self.in_order, scalars)
-        self.updates += ~scalars.skip
-
-    @torch.no_grad()
-    def update_buckets(self, buckets, scalars):
-        wait_for([bucket.gathering for bucket in buckets])
+        buckets = self.in_order
+        self.finish_gathers()
         for bucket in buckets:
             bucket.fetch_gradient()
         # With offload, the copy of the scalars waits for the GPU. Then gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
-        frozen = [(x, x.clone()) for bucket in buckets for x in bucket.frozen()]
         optimizer.update(self.config, buckets, scalars, ops, self.device)
-        for x, before in frozen:  # weight decay has changed it
-            x.copy_(before)
         for bucket in buckets:
-            if frozen and bucket.copy_of_master is not None:
-                bucket.copy_of_master.copy_(bucket.master)
             bucket.return_weights()
+        self.updates += ~scalars.skip
 
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
-            bucket.param.views.set_hidden(self.shards.size > 1)  # until `gather`
+            bucket.param.views.set_hidden(bucket.shards.size > 1)  # until `gather`
 
     def whole_parameters(self):
         """Yield this rank's parameters, whole (with tp its slice) and new: the way to read weights between steps.

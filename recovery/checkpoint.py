@@ -39,7 +39,7 @@ from data import LONGEST_CYCLE, mixture, splitmix64
 from errors import UserError, explained, reading, regular, whole_number
 from parallel.comm import agree, gather_objects
 
-MAY_CHANGE = "max_position_embeddings top_k expert_group capacity_factor balance dropout init_method_std".split()
+MAY_CHANGE = "max_position_embeddings dropout init_method_std".split()
 # These must be equal in the run and in the checkpoint. convert.py leaves some out.
 MUST_MATCH = [*(name for name in SECTIONS["model"] if name not in MAY_CHANGE), "seed", "optimizer", "tokenizer"]
 COUNTERS = {"iteration", "consumed_samples", "updates"}
@@ -348,13 +348,16 @@ def load_checkpoint(path, model, zero, moments=True):
     jobs = [job for job in jobs if moments or ".moment" not in job[0].name]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
     terms = agree(mesh.world, lambda: in_threads(partial(read_piece, index["dtype"]), jobs))
-    # The ranks of shards and of tp have read one copy of an array together.
-    terms = sum_over(terms, zero.shards)
-    cut = sum_over(terms, mesh.tp)
+    # The ranks of a bucket's shards, and of its tp, have read one copy of an array together.
+    whole, cut = {}, {}
+    for shards, tp in dict.fromkeys((bucket.shards, bucket.tp) for bucket in zero.in_order):
+        of_shards = sum_over({path.name: terms[path.name] for path, axis, *_ in jobs if axis is tp}, shards)
+        whole |= of_shards
+        cut |= sum_over(of_shards, tp)
 
     def verify_all():
         for path, _, piece, _ in jobs:
-            total = (terms if piece.spec.tp_dim is None else cut)[path.name]
+            total = (whole if piece.spec.tp_dim is None else cut)[path.name]
             verify(path, in_hex(total), index["sums"][path.name])
 
     agree(mesh.world, verify_all)

@@ -53,12 +53,12 @@ def observe(run, say, over):
 
 def how_far(executor, seconds):
     """Return as text how far a step is after `seconds`, and how long it takes."""
-    schedule = executor.schedule
+    schedule, read = executor.step.schedule, len(executor.step.batches)
     work = executor.work - 1  # the last unit has only begun
     units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
     actions = schedule.actions[executor.mesh.pp.rank]
     whole = sum({"F": 1, "B": 2, "I": 2}.get(action.kind, 0) * units[action.chunk] for action in actions)
-    text = f"micro-batch {len(executor.batches)} of {schedule.microbatches} after {timedelta(seconds=int(seconds))}"
+    text = f"micro-batch {read} of {schedule.microbatches} after {timedelta(seconds=int(seconds))}"
     if work > 0:
         text += f"; the step takes about {timedelta(seconds=int(seconds * whole / work))}"
     return text

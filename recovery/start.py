@@ -14,7 +14,6 @@ import operations
 from accounts import limits
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
-from parallel.experts import dropped_if_uniform
 from recovery import checkpoint, hang, processes
 
 PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
@@ -25,15 +24,12 @@ COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume", "initial_weights"
 def describe(run, path):
     """Return what rank 0 prints at the start, as text. path: the checkpoint, or None."""
     c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
-    layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
-    text = f"{run.model.num_parameters():,} parameters"
-    if c.experts:
-        text += f" ({run.model.num_parameters(active=True):,} of them for a token)"
-    text += f", {c.num_layers} layers of {c.hidden_size}; "
+    if c.pp > 1:
+        names.append("schedule")
+    layout = " ".join(f"{name}={getattr(c, name)}" for name in names)
+    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
     text += f"dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
-    if c.experts:
-        text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"
     if run.device.type == "cuda":
         attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
         text += f"\noperations of {run.zero.ops.join.__module__}.py; attention: {attention}"
@@ -45,8 +41,8 @@ def describe(run, path):
 def open_files(config, mesh, device, stack):
     """Lock out_dir. Return ({split: Mixture}, path of the checkpoint to resume from or None).
 
-    Raises UserError, also if Triton lacks a compiler, or if the model does not fit into memory: in `build` the ranks
-    wait for each other, so an error of one rank must be found before.
+    Raises UserError, also if Triton lacks a compiler, or if the model does not fit into memory: in `build_run` the
+    ranks wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
         for name in filter(vars(config).get, ("tensorboard", "wandb")):

@@ -87,7 +87,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     "before, after",
     [
         ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
-        ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4, context="ulysses"))),
+        ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4))),
         ((4, dict(pp=2, zero=1)), (4, dict(pp=2, zero=1, order="pp-dp-tp"))),
         ((2, dict(zero=2, optimizer="muon")), (2, dict(tp=2, optimizer="muon"))),
         ((4, dict(zero=3, zero_copies=2, micro_batch_size=1)), (4, dict(cp=4, zero=1, zero_copies=2))),
@@ -135,7 +135,7 @@ def test_files_are_whole_tensors(straight):
 def test_a_field_that_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     other = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=4, vocab_size=101, seed=1)
-    for name, value in (other | dict(optimizer="sgd", activation="relu", experts=4)).items():
+    for name, value in (other | dict(optimizer="sgd", activation="relu")).items():
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))
     with pytest.raises(UserError, match=r"^seq_length=8, max_position_embeddings=9: .* has 8 positions; set"):
@@ -308,7 +308,7 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
     index = checkpoint.read_index(tmp_path / "new/step_2")
     assert index["counters"] == {"iteration": 2, "consumed_samples": 24, "updates": 2}
     config = configured(tmp_path / "x", tokens_dir, **fields | dict(tp=1, zero=0, optimizer="adamw"))
-    run = train.build(config, Mesh(), CPU)
+    run = train.build_run(config, Mesh(), CPU)
     checkpoint.load_checkpoint(old / "step_10", run.model, run.zero, moments=False)
     run.zero.parameters_from_master()
     for bucket in run.zero.in_order:
@@ -368,7 +368,7 @@ def test_a_changed_model_is_not_called_damage(trained, layers, said):
     out, data_dir = trained
     config = configured(out, data_dir, num_layers=layers)
     with pytest.raises(UserError, match=rf"step_3: block{min(layers, 3)}.* {said}") as error:
-        train.restore(train.build(config, Mesh(), CPU), out / "step_3")
+        train.restore(train.build_run(config, Mesh(), CPU), out / "step_3")
     assert "remove" not in str(error.value)
 
 
@@ -430,7 +430,7 @@ def trained(tmp_path_factory):
 
 def load_each(config, flips):
     """Return the messages of loading a checkpoint with one of `flips` each time."""
-    run = train.build(config, Mesh.of(config), CPU)
+    run = train.build_run(config, Mesh.of(config), CPU)
     said, folder = [], checkpoint.find(config.out_dir)
     for name, place, bit in flips:
         if run.mesh.rank == 0:
@@ -481,6 +481,7 @@ WRONG = [  # keys of index.json, and a wrong value
     ("config activation", "nope"),
     ("config lr", "fast"),
     ("config unknown", 3),
+    *(("config experts", 4), ("config context", "ring"), ("config penalty", 0.1)),
     *(("loss_scale scale", number) for number in (0, float("nan"), float("inf"), "1")),
     ("loss_scale dynamic", 1),
     *(("shapes word.weight", shape) for shape in (3, [128, -32], ["a"])),

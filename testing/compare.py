@@ -90,8 +90,8 @@ class Case(NamedTuple):
 
     def local(self, name, whole, rank):
         """Return a rank's tp slice of a whole parameter."""
-        tp = self.sizes["tp"]
-        return whole.chunk(tp, self.specs[name].tp_dim)[rank % tp] if self.cut(name) else whole
+        parts = whole.chunk(self.sizes["tp"], self.specs[name].tp_dim) if self.cut(name) else [whole]
+        return parts[self.place(rank)["tp"] % len(parts)]
 
     def holders(self, name):
         """Return the stages that hold a parameter."""

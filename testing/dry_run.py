@@ -2,7 +2,7 @@
 
     python -m testing.dry_run configs/gpt3_175b.py --gpus=1024 --tp=8 --pp=16 --rank=5
 
-It runs `train.build` and `train.train_step` on tensors of the device "meta", which have a shape and a dtype but no
+It runs `train.build_run` and `train.train_step` on tensors of the device "meta", which have a shape and a dtype but no
 memory, and in PyTorch's fake process group, whose communication returns at once. The bytes that comm.py and meter.py
 count must equal the formulas of ledger.py and memory.py.
 
@@ -32,7 +32,6 @@ import train
 from accounts import ledger, memory, meta, meter, report
 from errors import UserError, exit_on_user_error
 from options import Parser, within
-from parallel import schedules
 from parallel.mesh import Mesh
 
 SUPPORTED = {"optimizer": ["adamw"], "dtype": ["bf16", "fp32", "auto"], "offload": [False], "eval_only": [False]}
@@ -76,7 +75,7 @@ def started(config, gpus, rank):
     for name, values in SUPPORTED.items():
         configuration.require(config, name, getattr(config, name) in values, f"a dry run needs --{name}={values[0]}")
     dtype = "bf16" if config.dtype == "auto" else config.dtype
-    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call)
+    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=1)
     configuration.check(config, gpus)
     ops = SimpleNamespace(**vars(meta.OPS) | {"adamw_": lambda *_, **__: None})
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
@@ -87,7 +86,7 @@ def started(config, gpus, rank):
             mock.patch.object(torch.Tensor, "cpu", lambda x: torch.ones(x.shape, dtype=x.dtype)),
             mock.patch.object(torch.Tensor, "item", lambda _: 0),
         ):
-            yield train.build(config, Mesh.of(config), meta.META)
+            yield train.build_run(config, Mesh.of(config), meta.META)
     finally:
         dist.destroy_process_group()
 
@@ -99,10 +98,10 @@ def step(run):
     batch = tokens[:, :-1], tokens[:, 1:], torch.empty_like(tokens[:, 0])
     batches = (run.model.micro_batch(*batch) for _ in range(run.schedule.microbatches))
     with meter.Activations(run.executor) as activations:
-        (train.train_call if run.schedule.versions else train.train_step)(run, batches)
+        train.train_step(run, batches)
     widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
-    sent = mesh.watch.ledger.per_step(schedules.updates(run.schedule))
-    kept = meter.measured_states(run.zero, run.executor.flats) | activations.rows()
+    sent = mesh.watch.ledger.per_step(1)
+    kept = meter.measured_states(run.zero) | activations.rows()
     predicted = memory.predict_kept(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False))
     return (
         {"bytes": sent, "formula": ledger.predict_sent(run.layout, run.schedule, rank, mesh.data.rank, *widths)},

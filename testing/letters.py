@@ -6,7 +6,7 @@ dimension is cut. So numbers are compared, too: what rank 1 of two has must be a
 after the same operation. Random numbers have another seed there. Nothing is sent: a sum over tp is taken from the one
 process.
 
-Taken as true: the autograd Functions (RULES). Not compared: the numbers of experts.
+Taken as true: the autograd Functions (RULES).
 """
 
 import re
@@ -25,14 +25,14 @@ import model
 import reference
 from config import Config, divides, layout_of
 from errors import UserError
-from parallel import comm, experts, tensor
+from parallel import comm, tensor
 from parallel.mesh import Axis
 
 APPLY = Function.apply.__func__
 ROOT = Path(__file__).parents[1]
 # no lines of the reader's; .venv may be in the project's folder
 OTHERS = r"/site-packages/|/testing/(letters|tiny|workers)\.py|/check\.py|/errors\.py"
-CUT = dict(seq_length=8, micro_batch_size=2, vocab_size=100, max_position_embeddings=0, expert_group=0, dropout=0.1)
+CUT = dict(seq_length=8, micro_batch_size=2, vocab_size=100, max_position_embeddings=0, dropout=0.1)
 PART = "each rank has only its part of the gradient of I, and nobody sums the parts"
 TWICE = "the gradient of R is equal on all ranks here, and they sum it"
 UNKNOWN = "numbers that one process does not have: this rank's own heads, columns or tokens are mixed, or it is random"
@@ -81,7 +81,6 @@ RULES = {
     tensor.EmbeddingLookup: lambda ids, w, leave, *_: AFTER.get(leave) or joined([letter(ids), letter(w)]),
     tensor.LinearCrossEntropy: lambda x, w, targets, vocab_size, enter, *_: linear(x, w, None, enter, "all_reduce"),
     reference.Dropout: lambda x, *_: letter(x),
-    **dict.fromkeys([experts.TokensForExperts, experts.ExpertLinear, experts.Balance], lambda *_: "V"),
 }
 
 
@@ -188,13 +187,13 @@ def findings(config):
     """
     divides("tp", 2, "num_attention_heads", config.num_attention_heads)
     c, found = replace(config, **layout_of(Config()) | CUT, num_layers=min(2, config.num_layers)), {}
-    for sequence_parallel in [True] if c.experts else [False, True]:  # experts need it
+    for sequence_parallel in (False, True):
         one = replace(c, sequence_parallel=sequence_parallel)
         two = replace(one, tp=2)
         try:
             forward(two, training=False)  # first: what functools.cache keeps is no operation of the next forwards
             whole = forward(one)
-            forward(two, () if c.experts else whole)
+            forward(two, whole)
         except UserError:
             raise
         except Exception as error:  # the reader's code may raise anything

@@ -33,8 +33,7 @@ LAYOUTS = [  # (processes, fields)
     (2, dict(zero=1)),
     (2, dict(zero=3)),
     (2, dict(pp=2, schedule="zb-h1")),
-    (2, dict(cp=2, context="ring")),
-    (2, dict(cp=2, context="ulysses")),
+    (2, dict(cp=2)),
     (6, dict(tp=2, zero=2)),
 ]
 
@@ -213,8 +212,8 @@ def frozen_names(name):
 
 @contextlib.contextmanager
 def frozen():
-    """The last lines of `train.build`."""
-    build = train.build
+    """The last lines of `train.build_run`."""
+    build = train.build_run
 
     def built(*arguments):
         run = build(*arguments)
@@ -222,7 +221,7 @@ def frozen():
             p.requires_grad_(not frozen_names(p.spec.name))
         return run
 
-    with mock.patch.object(train, "build", built):
+    with mock.patch.object(train, "build_run", built):
         yield
 
 

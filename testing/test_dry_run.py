@@ -31,11 +31,9 @@ def every_kind():
     """Return [(configuration, number of ranks, rank)] of each schedule with two ZeRO stages."""
     found = []
     for i, schedule in enumerate(schedules.SCHEDULES):
-        chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
+        chunks = schedules.usual_chunks(schedule)
         fields = dict(pp=2, schedule=schedule, chunks=chunks, num_layers=3, micro_batch_size=3, activation="relu")
-        if calls:
-            fields |= dict(updates_per_call=3, clip_grad=0.0, global_batch_size=6 if schedule == "pipedream" else 24)
-        for zero in (0, 1) if calls else (i % 2, 2 + i % 2):
+        for zero in (i % 2, 2 + i % 2):
             dtype, sp = ("fp32", "bf16")[(i + zero // 2) % 2], (i + zero) % 2 == 0
             recompute, dropout = ("none", "full")[i % 2], 0.1 * (zero // 2 == i % 2)
             modes = dict(dtype=dtype, sequence_parallel=sp, recompute=recompute, dropout=dropout)
@@ -48,7 +46,7 @@ def every_kind():
         (bf16(2, 2, cp=2, sequence_parallel=True), 8, 3),
     ]
     found += [
-        (bf16(1, cp=4, context="ulysses", zero=3, recompute="full"), 4, 2),
+        (bf16(1, cp=4, zero=3, recompute="full"), 4, 2),
         (bf16(8, zero=3, zero_copies=2), 8, 5),
     ]
     return [*found, (bf16(2, pp=4, num_layers=6, dropout=0.1, recompute="full", micro_batch_size=4), 8, 3)]

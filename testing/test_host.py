@@ -85,7 +85,7 @@ def nothing_runs(monkeypatch):
 def counts_of_a_step(num_layers, batch=2, **fields):
     """Return {(phase, kind): count} of the second step. batch: samples, two a micro-batch."""
     c = Config(**FIELDS | fields, num_layers=num_layers, global_batch_size=batch, dtype="fp32")
-    run = train.build(c, Mesh(), torch.device("cpu"))
+    run = train.build_run(c, Mesh(), torch.device("cpu"))
     run.zero.ops.attention = reference.attention  # as kernels=auto chooses on a GPU
     run.zero.initialize(c.seed)
     ids, samples = torch.zeros(2, c.seq_length, dtype=torch.int64), torch.arange(2)

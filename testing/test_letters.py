@@ -12,9 +12,9 @@ import model
 import reference
 from errors import UserError
 from testing import letters
-from testing.tiny import MIXTURE, tiny_config
+from testing.tiny import tiny_config
 
-PROJ, OVER = "        self.proj = Row", "        if self.over_cp:  # q"
+PROJ, OVER = "        self.proj = Row", "        if self.cp.size > 1:  # q"
 OUT, LAST = (
     "        return self.proj(y.reshape(len(batch.ids), -1))",
     "        return self.ops.add_(y, x, self.mlp.bias, drop2)",
@@ -88,7 +88,7 @@ def edited(edits):
         yield tiny_config(1, model="edited")
 
 
-FIELDS = [{}, dict(dropout=0.1), dict(activation="relu"), dict(experts=4, sequence_parallel=True, **MIXTURE)]
+FIELDS = [{}, dict(dropout=0.1), dict(activation="relu")]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)

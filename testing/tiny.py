@@ -47,12 +47,10 @@ CHECKED = [  # the layouts of check.py: each pair of schemes in one of them
     dict(tp=2),
     dict(pp=2, schedule="zb-h1", recompute="full"),
     dict(cp=2),
-    dict(cp=2, context="ring", pp=2, schedule="interleaved", chunks=2, dropout=0.1),
+    dict(cp=2, pp=2, schedule="interleaved", chunks=2, dropout=0.1),
     dict(dp=4, zero=2, zero_copies=2),
     dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
 ]
-# An expert of 4 has 1 place in a group of 2: some are dropped.
-MIXTURE = dict(top_k=2, capacity_factor=1.0, balance=0.3)
 CURVES = {}  # of one process
 
 
@@ -102,7 +100,7 @@ def gradients(run):
 
 
 def built(config, mesh=None):
-    run = train.build(config, mesh or Mesh.of(config), torch.device("cpu"))
+    run = train.build_run(config, mesh or Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     return run
 
@@ -114,7 +112,7 @@ EPSILON = 1e-5  # of a finite difference
 
 def stirred(config, **fields):
     """Return a run of one process with one sample. No parameter is 0, so every gradient matters."""
-    run = built(replace(config, global_batch_size=1, micro_batch_size=1, expert_group=0, **fields))
+    run = built(replace(config, global_batch_size=1, micro_batch_size=1, **fields))
     dice = torch.Generator().manual_seed(1)
     for p in run.model.parameters():
         p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype))
