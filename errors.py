@@ -22,6 +22,8 @@ WRONG = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticE
 class UserError(Exception):
     """A mistake that the user can correct. Its message is one line."""
 
+    agreed = False  # True: every rank raises it, so one rank prints it
+
 
 def agreed(text):
     """Return a UserError that every rank raises, so that one rank prints it."""

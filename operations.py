@@ -29,7 +29,8 @@ def choose(config, device, dtype):
 def recomputable(ops):
     """Return `ops` with norms and activations whose output y has `y.recompute()`, which computes y once more.
 
-    It reads only what their own backward keeps. So the linear that reads y does not keep y.
+    It reads only what their own backward keeps. So the linear that reads y does not keep y. It is an attribute of y,
+    because between the two stands the reader's code of a block, which hands on tensors only.
     """
 
     def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):

@@ -17,7 +17,7 @@ from errors import UserError
 WITHOUT_VALUES = "shape grad requires_grad requires_grad_ is_leaf grad_fn dtype device ndim dim size numel".split()
 REMEDY = (
     "can't be read between steps: `for p in run.zero.whole_parameters()` has this rank's weights (with tp its slice); "
-    "the gradients of this rank's shard are in bucket.grad.shard (GUIDE.md, Change the model)"
+    "the gradients of this rank's shard are in bucket.scaled_gradient (GUIDE.md, Change the model)"
 )
 
 
@@ -55,4 +55,5 @@ class Views(list):
         if hidden != self.hidden:
             self.hidden = hidden
             for view in self:
+                # Autograd, buckets and units keep this object, so it must not be replaced by another one.
                 view.__class__ = OTHER[type(view)]

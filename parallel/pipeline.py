@@ -199,8 +199,9 @@ class Executor:
                     y = chunk.units[i](x, batch)
             is_loss = gradient is None
             if is_loss:  # y [n] is usually still nan: the head's backward fills it
+                # If the head computes with its losses, another operation made y, and they must be real.
                 if y.grad_fn.name() != "LinearCrossEntropyBackward" and not batch.real_losses:
-                    self.real_losses = batch.real_losses = True  # the head computed with nan: again
+                    self.real_losses = batch.real_losses = True
                     y = chunk.units[i](x, batch)
                 gradient = torch.full_like(y, self.step.factor / len(y))  # d(factor * mean) / dy
             if y.requires_grad:  # False: the embedding is frozen

@@ -34,6 +34,7 @@ norm. So the *whole step* counts, from the first action of any rank to the last.
 and F = I = W, zb-h2's bubble is 0.0000 of its own time, but 0.1111 of the whole step.
 """
 
+import inspect
 from itertools import product, zip_longest
 from typing import NamedTuple
 
@@ -280,4 +281,4 @@ SCHEDULES = {
 
 
 def usual_chunks(name):
-    return (SCHEDULES[name].__defaults__ or (1,))[0]
+    return inspect.signature(SCHEDULES[name]).parameters["chunks"].default

@@ -127,7 +127,7 @@ def together(world, work):
             write_error_file(traceback.format_exc(), code=1)  # a defect: torchrun's report shows the traceback
         if user_error is None or not dist.is_initialized():
             raise
-        if getattr(user_error, "agreed", False):
+        if user_error.agreed:
             if world.rank:
                 write_error_file(f"error: {user_error}", shift=1)
             else:
