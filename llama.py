@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.fc2 = RowParallelLinear(f"{name}.fc2", (h, f), residual_std, tp, sp, has_bias=False)
         self.index, self.seed, self.rotary_base, self.ops = index, c.seed, c.rotary_base, ops
         self.group = a // g + 2, d  # heads of a group, and their size
-        self.cp = cp
+        self.cp = cp if c.cp > 1 else None  # the ranks that share each sample
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
@@ -61,7 +61,7 @@ class Block(nn.Module):
         q, k, v = groups.split([groups.shape[3] - 2, 1, 1], 3)
         q, k = (self.ops.rotate(y, batch.sample_positions, self.rotary_base) for y in (q, k))
         q, k, v = (y.flatten(2, 3).contiguous() for y in (q, k, v))  # each [b, s, heads, d]
-        if self.cp.size > 1:  # every head of queries gets a copy of its keys and values
+        if self.cp:  # every head of queries gets a copy of its keys and values
             k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
             y = ulysses(q, k, v, self.cp, self.ops)
         else:  # q [b, s, a/t, d]; k, v [b, s, g/t, d]

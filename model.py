@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.ln2 = LayerNorm(f"{name}.ln2", h, ops)
         self.mlp = MLP(c, name, std, residual_std, tp, ops)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
-        self.cp = cp
+        self.cp = cp if c.cp > 1 else None  # the ranks that share each sample
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
@@ -99,7 +99,7 @@ class Block(nn.Module):
     def attention(self, x, batch):
         # each [b, s, heads/t, d]
         q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))
-        if self.cp.size > 1:  # q, k, v have s/cp tokens
+        if self.cp:  # q, k, v have s/cp tokens
             y = ulysses(q, k, v, self.cp, self.ops)
         else:
             y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])

@@ -294,7 +294,7 @@ def test_losses_that_are_not_finite_stop_the_run_and_every_save():
 
 def test_ranks_with_different_numbers_of_updates_stop_the_run():
     with pytest.raises(UserError, match="the ranks have made different numbers of updates") as caught:
-        log.Interval(run_of(), print).add([Ready(STEP._replace(apart=True))])
+        log.Interval(run_of(), print).add(Ready(STEP._replace(apart=True)))
     assert caught.value.agreed, "every rank would print the line"
 
 

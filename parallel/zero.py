@@ -419,9 +419,10 @@ class Zero:
                 ranges = list(group)
                 slices = counted if counts else others
                 slices.append(bucket.scaled_gradient[ranges[0].begin : ranges[-1].end])
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
             total = self.ops.squared_norms(counted).sum()
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
         if others:
             total = total + 0 * self.ops.squared_norms(others).sum()
         return total

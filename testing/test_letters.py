@@ -14,7 +14,7 @@ from errors import UserError
 from testing import letters
 from testing.tiny import tiny_config
 
-PROJ, OVER = "        self.proj = Row", "        if self.cp.size > 1:  # q"
+PROJ, OVER = "        self.proj = Row", "        if self.cp:  # q"
 OUT, LAST = (
     "        return self.proj(y.reshape(len(batch.ids), -1))",
     "        return self.ops.add_(y, x, self.mlp.bias, drop2)",
