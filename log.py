@@ -144,7 +144,7 @@ class Interval:
         if self.unread:
             step = self.unread.read()
             if step.apart:
-                raise agreed(f"up to iteration {self.run.counters.iteration} {APART}")
+                raise agreed(f"up to iteration {self.run.counters.iteration} {APART}; nothing is saved")
             self.steps.append(step)
             self.stop |= step.stop
             self.updated |= not step.skipped

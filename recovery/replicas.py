@@ -22,7 +22,7 @@ from parallel.layout import ALIGN
 WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
 ROUNDING = 1e-4  # of a gradient's norm
 PARTIAL = " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model)"
-APART = "the ranks have made different numbers of updates: a rank has decided alone; nothing is saved"
+APART = "the ranks have made different numbers of updates: a rank has decided alone, not by numbers that all have"
 
 
 def fingerprint(flat):
@@ -86,7 +86,7 @@ def differing_copies(zero):
 def compare_copies(zero, iteration):
     """Raise UserError if copies, or the ranks' numbers of updates, differ. Every rank calls this between two steps."""
     if len({*gather_objects(zero.updates.item(), zero.mesh.world)}) > 1:
-        raise agreed(f"up to iteration {iteration} {APART}")
+        raise agreed(f"up to iteration {iteration} {APART}; nothing is saved")
     for names in gather_objects([name for name, distance in zero.unequal if distance > ROUNDING], zero.mesh.world):
         if names:
             text = f"up to iteration {iteration} gradients of {names[0]} that should be equal on all tp ranks differ"
