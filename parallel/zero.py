@@ -30,9 +30,9 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (of `Zero`; gathe
 
 **Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS,
 arXiv 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, such as a
-node's. The k groups keep copies. Once in a step, a rank sums its P/n elements over them: 2 P/n (k-1)/k
-more. For all buckets but the last two this starts during backward, when the bucket's last sum over
-the n ranks has arrived.
+node's. The k groups keep copies. Once in a step, a rank sums its P/n elements over them:
+2 P/n (k-1)/k more. For all buckets but the last two this starts during backward, when the bucket's
+last sum over the n ranks has arrived.
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run
 while backward fills a third buffer. In stage 3 the next unit's parameters are gathered while this
@@ -100,7 +100,7 @@ def free(x):
 class Window:
     """The buckets whose gradients are being summed, the oldest first. A rank has one Window."""
 
-    MOST = 2  # sums of whole gradients (stages 2 and 3) that run at a time
+    MOST = 2  # sums of whole gradients that run at a time (stages 2 and 3; with copies, stage 1, too)
 
     def __init__(self):
         self.buckets = []
@@ -197,18 +197,6 @@ class Bucket:
         if self.grad.open():
             self.grad.whole.zero_()
 
-    def trained_ranges(self):
-        """Return the Ranges without frozen parameters (`p.requires_grad_(False)`)."""
-        ranges = self.ranges
-        for piece, p in zip(self.pieces, self.params, strict=True):
-            if not p.requires_grad and piece.begin < piece.end:
-                begin = piece.at
-                end = math.ceil((begin + piece.end - piece.begin) / ALIGN) * ALIGN  # with the padding
-                before = [r._replace(end=min(r.end, begin)) for r in ranges]
-                after = [r._replace(begin=max(r.begin, end)) for r in ranges]
-                ranges = [r for r in before + after if r.begin < r.end]
-        return ranges
-
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to a list. None: compute at once."""
         for p in self.params:
@@ -255,6 +243,18 @@ class Bucket:
     def counts(self, r):
         """Return True on the one rank that counts the elements of a Range in the norm."""
         return self.copies.rank == self.holders.rank == 0 and (r.cut or self.tp.rank == 0)
+
+    def trained_ranges(self):
+        """Return the Ranges without frozen parameters (`p.requires_grad_(False)`)."""
+        ranges = self.ranges
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            if not p.requires_grad and piece.begin < piece.end:
+                begin = piece.at
+                end = math.ceil((begin + piece.end - piece.begin) / ALIGN) * ALIGN  # with the padding
+                before = [r._replace(end=min(r.end, begin)) for r in ranges]
+                after = [r._replace(begin=max(r.begin, end)) for r in ranges]
+                ranges = [r for r in before + after if r.begin < r.end]
+        return ranges
 
     @property
     def copy_of_master(self):
