@@ -266,12 +266,6 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     "world, fields, message",
     [
         (1, dict(zero=4), "zero=4: should be one of 0, 1, 2, 3"),
-        (
-            2,
-            dict(pp=2, schedule="pipedream"),
-            "schedule=pipedream: should be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera "
-            "(pipedream: see ladder/rung14_pipedream.py; the last",
-        ),
         (1, dict(chunks=2), "chunks=2: 1f1b has one per rank; interleaved and zb-v have more"),
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
         (8, dict(pp=8), "num_layers=4: should be at least 6, because pp=8 and chunks=1 make 8 parts"),
@@ -311,6 +305,11 @@ def test_mistakes_in_a_file(tmp_path, text, message):
 )
 def test_what_cannot_work_is_refused_by_name(world, fields, message):
     assert refusal(configuration.check, Config(**{"train_iters": 10} | fields), world).startswith(message)
+
+
+def test_a_former_schedule_is_answered_with_its_rung():
+    said = refusal(configuration.check, Config(train_iters=10, pp=2, schedule="pipedream"), 2)
+    assert "(pipedream: see ladder/rung14_pipedream.py; the last commit whose train.py has it is 586328a)" in said
 
 
 @pytest.mark.parametrize(

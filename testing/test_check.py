@@ -68,7 +68,7 @@ def test_the_traceback_of_a_rank_is_one_line():
 
 ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = (" in line)
 PROJ = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "self.proj = Row" in line)
-NORM = "torch.stack([loss, norm, lr, skip, stop])"
+NORM = "torch.stack([loss, norm, lr, skip, stop, apart])"
 EDITS = {  # name: (options, edits, words of the output)
     "a mean over a rank's own heads": (
         ["--tp=2"],
