@@ -32,6 +32,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from accounts.matrices import matrices_of
+from accounts.memory import shards_of
 from errors import reading
 from parallel import schedules
 from parallel.comm import sent_bytes
@@ -167,7 +168,7 @@ def occasions_of(layout, schedule, pp_rank, data_rank, letters):
         holders, used = tuple(layout.holders(name)), passes[name] > 0
         more = letters_of_bucket(layout, bucket, data_rank) | {"used": used}
         axes = {"holders": len(holders), "tp": bucket.tp, "data": bucket.data_ranks}
-        axes |= {"shards": min(layout.shards, bucket.data_ranks), "copies": min(ranks["copies"], bucket.data_ranks)}
+        axes |= {"shards": shards_of(layout, bucket), "copies": min(ranks["copies"], bucket.data_ranks)}
         buckets.append((passes[name], ranks | axes, letters | more))
         norms[holders] += 2 * len(bucket.specs)
     once = 1, ranks, letters | {"norms": norms.total()}

@@ -46,7 +46,7 @@ def phases_of_sums(config):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_sums_over_copies_start_during_backward(workers, zero):
-    """Of the nine buckets, two are still in the window when backward ends."""
+    """When backward ends, two of the nine buckets are still in the window."""
     config = tiny_config(4, zero=zero, zero_copies=2, micro_batch_size=2, num_layers=6)
     assert workers.run(4, phases_of_sums, config) == [{"reduce": 7, "finish": 2}] * 4
 
