@@ -253,7 +253,8 @@ def check_index(index):
     require(index["counters"].keys() == COUNTERS, "counters", index["counters"])
     for name in COUNTERS:
         whole_number(index["counters"], name)
-    for entry in (sets := index.get("data") or []):
+    sets = index.get("data") or []
+    for entry in sets:
         whole_number(entry, "share", most=LONGEST_CYCLE)
         for name in ("begins", "used"):
             whole_number(entry, name)
