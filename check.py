@@ -18,8 +18,6 @@ need_pytest()
 
 import testing.environment  # noqa: F401  # isort: skip: it sets variables that torch reads
 
-import contextlib
-import io
 import re
 import sys
 import tempfile
@@ -40,23 +38,12 @@ import reference
 import train
 from accounts.metrics import read_metrics
 from errors import UserError, exit_on_user_error
+from model import GPT
 from parallel import optimizer
 from parallel.mesh import Mesh
-from recovery import replicas
 from testing import compare, letters
-from testing.tiny import (
-    CHECKED,
-    CPU,
-    first_steps,
-    gradients,
-    one_process_config,
-    parameters,
-    specs,
-    stirred,
-    tiny_batches,
-    write_tokens,
-    wrong_gradients,
-)
+from testing.record import first_step, gradients, one_process_config, parameters, record_loop
+from testing.tiny import CHECKED, stirred, tiny_batches, write_tokens, wrong_gradients
 from testing.workers import Workers
 
 TRAINING = dict(
@@ -101,31 +88,11 @@ def finite_differences(c):
     return wrong_gradients(stirred(c, **sizes))
 
 
-def run_loop(c):
-    """Train on this rank with the real loop. Return weights before and after, copies that differ, and the names of
-    weights that are frozen or got no gradient.
-    """
-    ends, loop = [], train.train
-
-    def loop_between_copies(run, *rest):
-        before = parameters(run)
-        loop(run, *rest)
-        still = {name for name, (_, _, values) in gradients(run).items() if not values.any()}
-        still |= {p.spec.name for p in run.model.parameters() if not p.requires_grad}
-        ends.extend([before, parameters(run), replicas.differing_copies(run.zero), still])
-
-    with mock.patch.object(train, "train", loop_between_copies), contextlib.redirect_stdout(io.StringIO()):
-        train.run_training(c, Mesh.of(c), CPU)
-    return ends
-
-
 def trained(workers, ranks, c):
-    """Return (rows of metrics.jsonl, [(losses, gradient norms, what `run_loop` returns) of each rank])."""
+    """Return (rows of metrics.jsonl, the `Record` of each rank)."""
     out_dir = tempfile.mkdtemp(dir=workers.folder)
-    ends = workers.run(ranks, run_loop, replace(c, out_dir=out_dir))
-    rows = [*read_metrics(f"{out_dir}/metrics.jsonl").values()]
-    curves = [[row[key] for row in rows] for key in ("lm_loss", "grad_norm")]
-    return rows, [(*curves, *end) for end in ends]
+    records = workers.run(ranks, record_loop, replace(c, out_dir=out_dir))
+    return [*read_metrics(f"{out_dir}/metrics.jsonl").values()], records
 
 
 def one_process(workers, c):
@@ -139,18 +106,17 @@ def one_process(workers, c):
 def layout(workers, c, ranks):
     """Compare a run of this layout with the run of one process."""
     configuration.check(c, ranks)
-    table = specs(c)  # raises UserError
+    GPT(c, Mesh().tp)  # raises UserError
     theirs, (one,) = one_process(workers, c)
-    rows, runs = trained(workers, ranks, c)
-    repeat = partial(first_steps, partial(workers.run, ranks), c)
-    if message := compare.differences(runs, one, c, table, repeat):
+    rows, records = trained(workers, ranks, c)
+    if message := compare.differences(records, one, partial(first_step, workers, ranks, c)):
         return message.partition("\n")[2]
     for row, right in zip(rows, theirs, strict=True):
         for key in sorted((right | row).keys() - OF_LAYOUT):
             if row.get(key) != pytest.approx(right.get(key), rel=1e-9, abs=0):
                 at = f"iteration {row['iteration']}: {key} is {row.get(key)} instead of {right.get(key)}"
                 return f"{at}; losses, norms and weights are right: look at the loop (`train`) and at log.py"
-    *_, copies, _ = runs[0]
+    copies = records[0].copies
     return f"copies differ: {copies[0]}" if copies else ""
 
 
@@ -199,10 +165,13 @@ def updated(c, ops, rule):
     return [bucket.master for bucket in run.zero.in_order]
 
 
-def frozen(workers, c):
+def frozen(c):
     """Check that weights without a gradient stay as they are."""
-    _, [(_, _, before, after, _, names)] = one_process(workers, c)
-    moved = sorted(name for name in names if not torch.equal(before[name], after[name]))
+    run = stirred(c)
+    before = parameters(run)
+    train.train_step(run, tiny_batches(run))
+    after, still = parameters(run), [name for name, (_, _, values) in gradients(run).items() if not values.any()]
+    moved = [name for name in still if not torch.equal(before[name], after[name])]
     return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: requires_grad_(False)"
 
 
@@ -274,7 +243,7 @@ def main():
     c, options = small(given), vars(configuration.parser().parse_args())
     chosen = {name: value for name, value in options.items() if name in layout_fields}
     print(cuts(c, given))
-    specs(c)  # raises UserError for a model that no layout accepts
+    GPT(c, Mesh().tp).specs()  # raises UserError for a model that no layout accepts
     if chosen:
         c.dropout = given.dropout
     checks = [
@@ -292,7 +261,7 @@ def main():
             checks.append((name, layout, workers, one, dp * one.tp * one.pp * one.cp))
         if not chosen:
             checks += [
-                ("frozen weights", frozen, workers, c),
+                ("frozen weights", frozen, c),
                 ("update: the fused operation", update_rule, c),
                 *((f"kernels={choice} on a GPU", kernels, c, choice) for choice in ("auto", "triton")),
                 ("generation", generation, c),

@@ -1,7 +1,6 @@
 """Tests of config.py and errors.py: fields, the command line, mistakes, the lock."""
 
 import ast
-import contextlib
 import inspect
 import os
 import re
@@ -21,16 +20,9 @@ import prepare
 from config import Config
 from errors import UserError, locked
 from parallel import simulation
+from testing.tiny import held_elsewhere, refusal
 
 HERE = Path(__file__).parent
-
-
-def refusal(function, *arguments):
-    """Return the line of the refusal."""
-    with pytest.raises(UserError) as error:
-        function(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 # --- a file and the command line --------------------------------------------------------------------------------------
@@ -79,22 +71,7 @@ def test_help_has_each_field_with_its_default_and_comment():
     assert "(gelu, relu)" in text
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--hiden_size=3", "--hiden_size: no such option; the nearest is --hidden_size"),
-        ("--foo 3", "--foo: no such option; python train.py --help lists all"),
-        ("--lr=fast", "argument --lr: invalid float value: 'fast'"),
-        ("--ledger=yes", "argument --ledger: invalid boolean value: 'yes'"),
-        ("a.py b.py", "b.py: no such option"),
-        ("configs/none.py", "configs/none.py: No such file or directory"),
-    ],
-)
-def test_mistakes_on_the_command_line(words, message):
-    assert refusal(configuration.load, words.split()).startswith(message)
+# --- options of other programs, and typos (mistakes.txt has the other mistakes) ---------------------------------------
 
 
 # The options of huggingface.co/blog/megatron-training and of an article on Megatron-DeepSpeed: GPT-2 345M on 8 GPUs,
@@ -189,29 +166,6 @@ def test_another_programs_option_has_no_wrong_nearest(name):
     assert options <= {*vars(Config()), "split", "tokenizer"}, said
 
 
-ANSWERS = {
-    "training.seed": "use --seed",  # our own name in another program's section
-    "model.optim.lr": "use --lr",
-    "model.tensor_model_parallel_size": "use --tp",
-    "moe-router-topk": "not built: see ladder/rung20_experts.py",
-    "moe-z-loss-coeff": "not built: see ladder/rung20_experts.py",
-    "experts": "see ladder/rung20_experts.py; the last commit whose train.py has it is 586328a",
-    "context": "see ladder/rung21_ring_attention.py; the last commit whose train.py has it is 586328a",
-    "penalty": "see ladder/rung22_gradient_variance.py; the last commit whose train.py has it is 586328a",
-    "updates-per-call": "see ladder/rung14_pipedream.py; the last commit whose train.py has it is 586328a",
-    "parallelism.data_parallel_replicate_degree": "use --zero_copies",
-    "tokens.train_steps": "use --train_iters",
-    "scheduler": "use --lr_decay_style",
-    "lr-wsd-decay-style": "not built: wsd falls linearly",  # Megatron-LM has four styles
-    "n_embd": "use --hidden_size",
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_another_programs_option_is_answered(name):
-    assert refusal(configuration.load, [f"--{name}=1"]) == f"--{name}: {ANSWERS[name]}"
-
-
 TYPOS = (
     "hiden_size seq_lenght num-layer num_layes lr_decay_stile optimiser wieght_decay data-dirs eval_iter sed_length "
 )
@@ -223,111 +177,6 @@ UNDERSCORES = "microbatch_size clipgrad outdir adam_beta_1 min-l-r".split()
 @pytest.mark.parametrize("name", [*TYPOS.split(), "global-batchsize", "micro_batch_sice", "recompte", *UNDERSCORES])
 def test_a_typo_is_answered_with_the_nearest(name):
     assert "; the nearest is --" in refusal(configuration.load, [f"--{name}=1"])
-
-
-LAUNCHER = [f"{flag} torchrun {flag}=" for flag in re.findall(r"--\w+", LAUNCH)[:5]]
-
-
-@pytest.mark.parametrize("pair", ["--fp16 --dtype=fp16", "--load --out_dir", "--local-rank torchrun", *LAUNCHER])
-def test_an_answer_is_complete(pair):
-    flag, ours = pair.split(maxsplit=1)
-    assert ours in refusal(configuration.load, [flag])
-
-
-def test_a_split_of_documents_is_prepare_pys():
-    c = configuration.load(["--split=949,50,1", "--train_iters=1"])
-    assert "prepare.py --split=949,50,1" in refusal(configuration.check, c, 1)
-
-
-def test_a_pasted_command_is_answered_flag_by_flag():
-    said = refusal(configuration.load, "--num-layers 2 --save a --fp16 --lr 1e-4 --zero_stage=1".split())
-    assert said == "--save: use --out_dir; --fp16: use --dtype=fp16; --zero_stage: use --zero"
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("hiden_size = 3", "hiden_size: no such option; the nearest is --hidden_size"),
-        ("tensor_model_parallel_size = 2", "tensor_model_parallel_size: use --tp"),
-        ("num_layers = 2.0", "argument --num_layers: invalid int value: '2.0'"),
-        ("raise ValueError('x')", "ValueError: x"),
-        ("lr = \n", "line 1"),
-        ("lr = 10**5000", "ValueError: Exceeds the limit"),
-    ],
-)
-def test_mistakes_in_a_file(tmp_path, text, message):
-    file = tmp_path / "mine.py"
-    file.write_text(text)
-    said = refusal(configuration.load, [str(file)])
-    assert said.startswith(f"{file}: ") and message in said
-
-
-@pytest.mark.parametrize(
-    "world, fields, message",
-    [
-        (1, dict(zero=4), "zero=4: should be one of 0, 1, 2, 3"),
-        (1, dict(chunks=2), "chunks=2: 1f1b has one per rank; interleaved and zb-v have more"),
-        (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
-        (8, dict(pp=8), "num_layers=4: should be at least 6, because pp=8 and chunks=1 make 8 parts"),
-        (1, dict(rampup_batch_size="16,8,100"), "rampup_batch_size=16,8,100: should be start,increment,samples"),
-        (1, dict(rampup_batch_size="4,-2,100"), "rampup_batch_size=4,-2,100: should be start,increment,samples"),
-        (1, dict(rampup_batch_size="2,4,100"), "rampup_batch_size: global_batch_size - start = 6 is not a multiple"),
-        (
-            1,
-            dict(rampup_batch_size="4,4,9"),
-            "rampup_batch_size: common divisor = 4 is not a multiple of micro_batch_s",
-        ),
-        (1, dict(hidden_size=130), "hidden_size = 130 is not a multiple of num_attention_heads = 4"),
-        (8, dict(tp=8), "num_attention_heads = 4 is not a multiple of tp = 8"),
-        (3, dict(tp=2), "the number of processes = 3 is not a multiple of tp * cp * pp = 2"),
-        (2, dict(tp=2, sequence_parallel=True, seq_length=33), "seq_length = 33 is not a multiple of tp * cp = 2"),
-        (5, dict(tp=5, num_attention_heads=5, hidden_size=50), "padded vocab_size = 50304 is not a multiple of tp = 5"),
-        (1, dict(train_iters=0), "train_iters=0: should be above 0"),
-        (1, dict(lr=float("nan")), "lr=nan: should be"),
-        (1, dict(num_layers=0), "num_layers=0: should be above 0"),
-        (1, dict(num_layers=2**31), "num_layers=2147483648: should be above 0 and below 100000"),
-        (1, dict(chunks=10**9, schedule="interleaved"), "chunks=1000000000: should be above 0 and below 100000"),
-        (1, dict(chunks=99, schedule="interleaved"), "chunks=99: should be at most num_layers + 2 = 6"),
-        (1, dict(micro_batch_size=10**12), "micro_batch_size=1000000000000: should be above 0 and below 1e+06"),
-        (1, dict(global_batch_size=8 * 10**9), "global_batch_size=8000000000: makes 1,000,000,000 micro-batches in an"),
-        (1, dict(train_iters=9 * 10**9), "train_iters=9000000000: should be 0 or more and below 1e+07"),
-        (
-            1,
-            dict(lr_warmup_iters=10**26),
-            "lr_warmup_iters=100000000000000000000000000: should be -1 or more",
-        ),
-        (1, dict(lr_warmup_iters=-2), "lr_warmup_iters=-2: should be -1 or more"),
-        (1, dict(dropout=1.0), "dropout=1.0: should be 0 or more and below 1"),
-        (1, dict(seed=10**30), "seed=1000000000000000000000000000000: should be"),
-        (1, dict(min_lr=1.0), "min_lr=1.0: should be at most lr=0.001"),
-        (1, dict(lr_decay_style="wsd"), "lr_decay_style=wsd: set lr_wsd_decay_iters"),
-    ],
-)
-def test_what_cannot_work_is_refused_by_name(world, fields, message):
-    assert refusal(configuration.check, Config(**{"train_iters": 10} | fields), world).startswith(message)
-
-
-def test_a_former_schedule_is_answered_with_its_rung():
-    said = refusal(configuration.check, Config(train_iters=10, pp=2, schedule="pipedream"), 2)
-    assert "(pipedream: see ladder/rung14_pipedream.py; the last commit whose train.py has it is 586328a)" in said
-
-
-@pytest.mark.parametrize(
-    "world, fields, remedy",
-    [
-        (4, dict(global_batch_size=24, micro_batch_size=7), "set --micro_batch_size=6"),
-        (16, dict(global_batch_size=64, micro_batch_size=8), "set --micro_batch_size=4"),
-        (2, dict(global_batch_size=12, rampup_batch_size="4,4,9", micro_batch_size=6), "set --micro_batch_size=2"),
-        (3, dict(global_batch_size=64), "it should be a multiple of dp = 3"),
-    ],
-)
-def test_a_batch_that_does_not_fit_names_a_micro_batch_size_that_does(world, fields, remedy):
-    c = Config(train_iters=1, **fields)
-    said = refusal(configuration.check, c, world)
-    assert remedy in said
-    if found := re.search(r"micro_batch_size=(\d+)", said):
-        c.micro_batch_size = int(found[1])
-        assert configuration.check(c, world) == world
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -345,25 +194,6 @@ def test_the_check_does_not_grow_with_the_batch(monkeypatch):
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
-
-# takes the lock, forks a worker, and waits until stdin is closed
-HOLDER = """
-import os, sys
-from errors import locked
-with locked(sys.argv[1], ""):
-    if os.fork():
-        print("locked", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def held_elsewhere(path):
-    """A process with a worker holds the lock of the file `path` while the block runs."""
-    command = [sys.executable, "-c", HOLDER, str(path)]
-    with subprocess.Popen(command, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"locked\n"
-        yield process
 
 
 def test_a_lock_is_refused_until_its_process_ends_though_a_worker_lives_on(tmp_path):

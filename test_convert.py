@@ -27,20 +27,17 @@ from errors import UserError, exit_on_user_error
 from model import Block
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear, ParamSpec
-from testing.tiny import built, curve, go, tiny_batches, tiny_config
+from testing.tiny import built, curve, few, go, tiny_batches, tiny_config
 from tokenizer import copy, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("no_gpu")
 transformers = convert.transformers()
 CPU = torch.device("cpu")
 KINDS = ["gpt2", "opt", "llama", "llama tied"]
 SIZES = [(2, 24, 3, 301, 17), (1, 20, 5, 257, 40), (3, 64, 4, 384, 32)]  # layers, width, heads, vocabulary, positions
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
+@pytest.mark.slow
 def test_kernels_py_is_not_taken_for_the_package_of_this_name():
     code = "import sys; sys.modules['triton'] = None; import convert; convert.transformers().GPT2LMHeadModel"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
@@ -202,15 +199,6 @@ def test_text_ends_at_the_end_of_text_token_and_has_whole_characters(out, capsys
     assert written(capsys, monkeypatch, out) == "é日\N{REPLACEMENT CHARACTER}x\n"
 
 
-WRONG = "temperature=nan temperature=-1 top_k=-1 top_p=0 top_p=1.5 top_p=nan seed=99999999999999999999 prompt=\udcff"
-
-
-@pytest.mark.parametrize("word", WRONG.split())
-def test_a_wrong_option_is_one_line(word, capsys, monkeypatch):
-    with pytest.raises(UserError, match=f"argument --{word.partition('=')[0]}: "):
-        written(capsys, monkeypatch, "nowhere", f"--{word}")
-
-
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_model_is_one_line(value, temperature):
@@ -286,7 +274,7 @@ def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_p
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS))
 def test_greedy_text_is_that_of_generate(tmp_path, kind):
     """The model has 301 ids, the tokenizer 257. Neither program draws an id that has no text."""
     saved(tmp_path / "hf", kind, (2, 24, 3, 301, 40))

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import queue
-import re
 import subprocess
 import sys
 import threading
@@ -225,81 +224,6 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 
 
 # -- errors
-
-
-def without(folder, key, **more):
-    """Remove a key of meta.json, or give it another value (more)."""
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta[key]
-    (folder / "meta.json").write_text(json.dumps(meta | more))
-
-
-COMMAND = r"python prepare.py FILE --tokenizer=bytes --out=\S*/set"
-DAMAGED = rf"data_dir=\S*/set: damaged; create it again with: {COMMAND}: "
-
-
-def piped(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-REFUSALS = {
-    "no folder": (
-        lambda folder: folder.rename(folder.parent / "elsewhere"),
-        rf"data_dir=\S*/set: no data set of prepare.py; create it with: {COMMAND}",
-    ),
-    "dtype": (lambda folder: write(folder, range(100), dtype="int32"), DAMAGED + "KeyError: 'int32'"),
-    "half a token": (lambda folder: os.truncate(folder / "train.bin", 199), DAMAGED + "ValueError: .*"),
-    "half a file": (
-        lambda folder: os.truncate(folder / "train.bin", 100),
-        DAMAGED + r"ValueError: \S*/train.bin has 50 tokens, but meta.json says 100",
-    ),
-    "no bytes": (lambda folder: os.truncate(folder / "train.bin", 0), DAMAGED + "ValueError: .* empty file"),
-    "no file": (lambda folder: (folder / "train.bin").unlink(), DAMAGED + "No such file or directory"),
-    "no JSON": (lambda folder: (folder / "meta.json").write_text("{"), DAMAGED + "JSONDecodeError: .*"),
-    "no tokenizer": (lambda folder: without(folder, "tokenizer"), DAMAGED + "KeyError: 'tokenizer'"),
-    "no number": (
-        lambda folder: without(folder, "vocab_size", vocab_size="x"),
-        DAMAGED + "ValueError: vocab_size is 'x'; should be a whole number, .*",
-    ),
-    "no vocabulary": (
-        lambda folder: without(folder, "vocab_size", vocab_size=0),
-        DAMAGED + "ValueError: vocab_size is 0;.*",
-    ),
-    "no end": (lambda folder: without(folder, "eot_id", eot_id=-1), DAMAGED + "ValueError: eot_id is -1;.*"),
-    "no name": (lambda folder: without(folder, "tokenizer", tokenizer=[5]), DAMAGED + "ValueError: tokenizer is .5."),
-    "a pipe": (lambda folder: piped(folder / "train.bin"), r"\S*/train.bin: should be a file, not a .* pipe .*"),
-    "meta.json is a pipe": (lambda folder: piped(folder / "meta.json"), r"\S*/meta.json: should be a file, .*"),
-    "vocabulary": (
-        lambda folder: write(folder, range(100), tokenizer="gpt2", vocab_size=50257),
-        r"vocab_size=257: .*, gpt2, has 50257 ids; set this vocab_size, or .*",
-    ),
-    "too short": (
-        lambda folder: write(folder, range(7)),
-        "seq_length=7: .*: 7 tokens; a sample needs 8",
-    ),
-    "empty": (lambda folder: write(folder, []), "seq_length=7: .*: 0 tokens; a sample needs 8"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_wrong_data_files_are_refused(tmp_path, name):
-    spoil, message = REFUSALS[name]
-    folder = tmp_path / "set"
-    folder.mkdir()
-    spoil(write(folder, range(100)))
-    with pytest.raises(UserError) as refusal:
-        Tokens(folder, "train", seq_length=7, vocab_size=257)
-    assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line
-
-
-@pytest.mark.parametrize("name, source", [("stdlib_bytes", ""), ("set", "FILE "), ("web", "--megatron={} ")])
-def test_a_missing_data_set_names_its_source(tmp_path, name, source):
-    (tmp_path / "web.idx").touch()
-    with pytest.raises(UserError) as refusal:
-        Tokens(tmp_path / name, "train", seq_length=7, vocab_size=50257)
-    command = f"python prepare.py {source.format(tmp_path / name)}--tokenizer=gpt2 --out={tmp_path / name}"
-    assert str(refusal.value).endswith(command)
 
 
 def test_a_file_that_becomes_shorter_is_named(tmp_path):

@@ -1,10 +1,7 @@
 """Tests of the model: its size, its losses against plain PyTorch, and its step."""
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
@@ -15,7 +12,7 @@ from parallel.layout import kind_of
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear, specs
 from testing.compare import same_tensor
-from testing.tiny import built, tiny_batches, tiny_config
+from testing.tiny import built, plain_gpt, tiny_batches, tiny_config
 
 PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
@@ -38,29 +35,6 @@ def test_a_configuration_has_its_published_number_of_parameters(name):
     c = configuration.load([f"configs/{name}.py"])
     assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
     assert configuration.check(c, world=c.tp) == 1, "the configuration runs nowhere"
-
-
-def plain_gpt(run, ids, targets):
-    """Return every token's loss in plain PyTorch, with the same weights."""
-    c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
-
-    def norm(x, name):
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
-
-    b, s = ids.shape
-    x = F.embedding(ids, w["word.weight"]) + w["embedding.position"][:s]
-    for i in range(c.num_layers):
-        qkv_w, qkv_b = w[f"block{i}.qkv.weight"].flatten(0, 1), w[f"block{i}.qkv.bias"].flatten()
-        q, k, v = F.linear(norm(x, f"block{i}.ln1"), qkv_w, qkv_b).chunk(3, -1)
-        q, k, v = (t.view(b, s, c.num_attention_heads, -1).transpose(1, 2) for t in (q, k, v))
-        scores = (q @ k.transpose(2, 3) / math.sqrt(c.head_size)).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
-        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        x = x + F.linear(y, w[f"block{i}.proj.weight"], w[f"block{i}.proj.bias"])
-        y = F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"])
-        y = F.relu(y) if c.activation == "relu" else F.gelu(y, approximate="tanh")
-        x = x + F.linear(y, w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
-    logits = F.linear(norm(x, "head.ln"), w["word.weight"])[..., : c.vocab_size]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
 
 @pytest.mark.parametrize("own", [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, affine=False)])

@@ -23,7 +23,7 @@ import pytest
 
 import prepare
 from errors import UserError
-from test_tokenizer import JAPANESE, gpt2, text_of_atoms, trained  # noqa: F401 (gpt2 is a fixture)
+from testing.vocabularies import JAPANESE, text_of_atoms, trained
 from tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -435,6 +435,7 @@ def job(folder, *words, task=""):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpt2")
 def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
     """A part without a validation document leaves its split empty."""
@@ -475,15 +476,6 @@ def test_a_part_without_text_is_joined_but_not_parts_that_all_have_none(text, tm
     assert [job(tmp_path, 2, tmp_path / "out", *inputs, task=i)[0] for i in range(2)] == [0, 0]
     code, said = job(tmp_path, 2, tmp_path / "out")
     assert (code, "have no text" in said) == ((0, False) if text else (2, True)), said
-
-
-def test_a_part_of_more_parts_than_files_and_of_megatrons_file_are_refused(here, tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    for part in ("1/2", "1/1", "-1/1", "x", "0"):
-        with pytest.raises(UserError, match=f"^--part={part}: should be I/N, as in 0/8 to 7/8: ValueError"):
-            run(tmp_path / "a.txt", f"--part={part}", tmp_path / "out")
-    with pytest.raises(UserError, match=r"^--megatron=m: converts one whole data set; leave out the inputs and --part"):
-        run("--megatron=m", "--part=0/2", tmp_path / "out")
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -533,13 +525,6 @@ def test_a_file_in_another_encoding_names_a_byte_and_a_command_that_helps(encodi
     with pytest.raises(UserError, match=line) as error:
         run(path, tmp_path / "out")
     assert text.encode(encoding).decode(re.match(line, str(error.value))[1]).removeprefix("\ufeff") == text
-
-
-@pytest.mark.parametrize("data", ["[GOOD]", "[\nGOOD\n]", '{\n"text": "good"\n}', '{"data": [GOOD]}', '"good"', "5"])
-def test_json_that_is_not_one_object_a_line_is_called_so(data, here, tmp_path):
-    (tmp_path / "a.json").write_text(data.replace("GOOD", '{"text": "good"}'))
-    with pytest.raises(UserError, match=r":1: \w+: .*; each line should be a JSON object with a text under 'text' \("):
-        run(tmp_path / "a.json", tmp_path / "out")
 
 
 def with_long_window(data):
@@ -603,40 +588,6 @@ def test_after_input_without_text_the_same_command_reads_the_files_again(here, t
         patch.setattr(prepare, "opened", lambda path: open("/nowhere"))
         run(tmp_path / "a.txt", "--on_error=skip", tmp_path / "out")
     assert run(tmp_path / "a.txt", "--on_error=skip", tmp_path / "out")[0]["train"] == whole(BYTES, ["good"])
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["a.csv"], "input a.csv: "),
-        (["empty"], "input empty: "),
-        (["strange"], f"input strange: should be a file or folder of {' '.join(prepare.KINDS)}, or a .json file"),
-        (["pipe.txt"], "pipe.txt: should be a file, not a folder, a pipe or a device"),
-        (["pipes"], "pipes/a.txt: should be a file, not a folder, a pipe or a device"),
-        (["--megatron=m"], "m.bin: should be a file, not a folder, a pipe or a device"),
-        (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
-        *(
-            (["a.txt", f"--split={x}"], f"--split={x}: should be three shares")
-            for x in ("0,0,0", "1,nan,1", "9,2,-1", "inf,1,1")
-        ),
-        (["a.txt", "--workers=999999"], "argument --workers: 999999: should be 1 to"),
-        (["a.txt", "--megatron=web"], "--megatron=web: converts one whole data set"),
-        (["a.txt", "--out=strange"], "--out=strange: Directory not empty"),
-    ],
-)
-def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("strange", "empty", "pipes"):
-        Path(folder).mkdir()
-    for pipe in ("pipe.txt", "pipes/a.txt", "m.bin"):
-        os.mkfifo(pipe)
-    for file in ("a.txt", "a.csv", "strange/train.bin", "strange/a.json"):
-        Path(file).write_text("precious")
-    sys.argv = ["prepare.py", "--tokenizer=bytes", "--out=out", *words]
-    with pytest.raises(UserError) as error:
-        prepare.main()
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
-    assert Path("strange/train.bin").read_text() == "precious"
 
 
 def test_the_name_of_a_bad_file_does_not_reach_the_terminal_raw(here, tmp_path, capsys):

@@ -104,13 +104,13 @@ class Clock(Tool):
     def at(self, mark):
         return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
 
-    def started(self, work, phase, axis, what, operation, peer):
-        """Return a Call in place of `work`. A key ends in the call's number in its step: all ranks count alike."""
+    def started(self, pending, phase, axis, what, operation, peer):
+        """Put a Call in place of torch's handle. Its key ends in its number in the step: all ranks count alike."""
         step = self.counters.iteration
         if self.delay:
-            work = DelayedWork(work, self.delay)
+            pending.work = DelayedWork(pending.work, self.delay)
         if phase in NOT_A_STEP:
-            return work
+            return
         if step not in self.steps:
             self.steps[step], self.numbers = [], Counter()
             self.steps = dict([*self.steps.items()][-STEPS:])
@@ -119,8 +119,8 @@ class Clock(Tool):
             ranks, name = (axis.ranks[axis.rank], peer)[:: 1 if operation == "send" else -1], ()
         self.numbers[ranks, name] += 1
         key = ranks, name, step, self.numbers[ranks, name]
-        self.steps[step].append(Call(self, (phase, axis.name, what, operation), key, work))
-        return self.steps[step][-1]
+        pending.work = Call(self, (phase, axis.name, what, operation), key, pending.work)
+        self.steps[step].append(pending.work)
 
     def ended(self):
         self.now()

@@ -36,10 +36,10 @@ class Names(Tool):
             return self.named(f"{subject.kind}{subject.microbatch} of chunk {subject.chunk}")
         return self.named(f"wait for {subject[0]} {subject[1]}" if phase == "wait" else phase)
 
-    def started(self, work, phase, axis, what, operation, peer):
+    def started(self, pending, phase, axis, what, operation, peer):
         name = f"{operation} of {what or 'a message'} over {axis.name}"
         with self.named(f"start {name}"):
-            return NamedWork(work, self.named, f"wait for {name}")
+            pending.work = NamedWork(pending.work, self.named, f"wait for {name}")
 
 
 class NamedWork:

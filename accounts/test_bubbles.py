@@ -6,7 +6,7 @@ from accounts.bubbles import FORMULAS, by_formula, simulate
 from parallel import schedules
 from parallel.schedules import Action, Schedule
 from parallel.simulation import build
-from parallel.test_schedules import COST, all_of_them
+from testing.points import COST, all_of_them
 
 # Qi et al., arXiv 2401.10241, tables 5, 6: p, m; milliseconds of F, I (the paper's B), W, a message; bubble rates
 ZERO_BUBBLE = [

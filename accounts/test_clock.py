@@ -10,7 +10,7 @@ import torch
 import train
 from accounts import clock, report
 from errors import UserError
-from parallel.comm import all_reduce, receive, send
+from parallel.comm import Pending, all_reduce, receive, send
 from parallel.mesh import Mesh
 from parallel.zero import Bucket
 from testing.tiny import built, tiny_batches, tiny_config
@@ -37,6 +37,7 @@ def repeated(pp, hidden):
     return row, *numbers
 
 
+@pytest.mark.slow
 def test_what_is_computed_meanwhile_is_no_wait_and_a_bubble_no_wire(workers):
     alone, hidden, bubble = (workers.run(2, repeated, *more)[0] for more in ((1, 0), (1, 4 * D), (2, 4 * D)))
     assert alone[:2] == hidden[:2] == (("forward", "data", "data", "all_reduce"), 1) and alone[3] > 2 * hidden[3]
@@ -76,6 +77,7 @@ def table(config, planted=False):
     return found, {row: calls / 4 for row, (calls, _) in ledger.rows.items() if row[0] != "setup"}, received
 
 
+@pytest.mark.slow
 def test_a_planted_wait_moves_the_column(workers):
     """Each gather runs beside that of the unit before, so a step waits for half of them."""
     config, rows = tiny_config(2, zero=3, num_layers=4, delay=D), [(p, "data", "parameters", "all_gather") for p in FB]
@@ -111,6 +113,6 @@ def test_on_a_gpu_no_step_waits_for_the_marks(monkeypatch):
     run.config.delay = 0
     with mesh.watch("reduce"), clock.Clock(run) as times:
         for run.counters.iteration in range(3):
-            mesh.watch.started(work, axis, "gradients", "all_reduce").wait()
+            mesh.watch.started(Pending(None, work), axis, "gradients", "all_reduce").wait()
     assert synchronize.call_count == 1 and work.wait.call_count == 3
     assert times.table(mesh) == {("reduce", "data", "gradients", "all_reduce"): [1, 1, 1]}

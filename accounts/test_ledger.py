@@ -1,10 +1,12 @@
 """The bytes of a ring for a run's calls equal ledger.py's prediction exactly, in every row. It needs no run."""
 
+import contextlib
 import re
 from collections import defaultdict
 from datetime import timedelta
 from fractions import Fraction
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,44 +15,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
-import train
 from accounts import ledger, memory, traffic
 from config import CHOICES, Config
-from errors import UserError, exit_on_user_error
+from errors import UserError
 from exercises.show import meshes
 from model import unit_specs
-from parallel import comm, schedules, simulation, tensor
+from parallel import comm, simulation, tensor
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.watch import Watch
 from testing import dry_run
-from testing.compare import same_rows
-from testing.tiny import LAYOUTS, tiny_batches, tiny_config
-
-
-def counted(configs, steps=2):
-    """Train with each configuration. Return [(measured, expected, elements of all buckets)]."""
-    found = []
-    for config in configs:
-        run = train.build_run(config, Mesh.of(config), torch.device("cpu"))
-        run.zero.initialize(config.seed)
-        batches = tiny_batches(run)
-        for _ in range(steps):
-            train.train_step(run, batches)
-        ranks, widths = (
-            (run.mesh.pp.rank, run.mesh.data.rank),
-            (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize),
-        )
-        expected = ledger.predict_sent(run.layout, run.schedule, *ranks, *widths, run.executor.real_losses)
-        elements = sum(bucket.size for bucket in run.zero.buckets.values())
-        found.append((run.mesh.watch.ledger.per_step(steps), expected, elements))
-    return found
-
-
-def sized(dp, tp=1, **fields):
-    """Return (number of ranks, `tiny_config`)."""
-    config = tiny_config(dp, tp, **fields)
-    return dp * tp * config.pp * config.cp, config
+from testing.record import check_bytes, record
+from testing.tiny import tiny_config
 
 
 @pytest.mark.parametrize("order", CHOICES["order"])
@@ -62,85 +38,42 @@ def test_a_predicted_table_names_the_stages_first_rank(order):
     assert [int(rank) for rank in said] == first
 
 
-def layouts():
-    """Yield (ranks, configuration) of every kind: axes, ZeRO stages, schedules, LAMB, Muon."""
-    for dp, tp, sp in (x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]):
-        recompute, dtype = [("none", "fp64"), ("full", "bf16")][(dp + sp) % 2]
-        yield sized(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
-    sizes = dict(dtype="bf16", recompute="full")
-    for zero in (1, 2, 3):
-        yield sized(3, 2, zero=zero, micro_batch_size=2, **sizes)
-        yield sized(2, 2, zero=zero, micro_batch_size=4, **sizes)
-        yield sized(2, pp=2, schedule="zb-h1", zero=zero, micro_batch_size=4, **sizes)
-        yield sized(2, pp=4, schedule="chimera", zero=zero, micro_batch_size=3, **sizes)
-    for name in schedules.SCHEDULES:
-        more = dict(schedule=name, chunks=schedules.usual_chunks(name), num_layers=4, micro_batch_size=6)
-        yield sized(1, 2, pp=2, sequence_parallel=True, **more)
-    for more in (dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")):
-        yield sized(**more, optimizer="lamb", micro_batch_size=3)
-        yield sized(**more, optimizer="muon", micro_batch_size=3)
-    llama = dict(model="llama", num_query_groups=4, ffn_hidden_size=24)
-    yield sized(1, 2, **llama)
-    yield sized(2, 2, sequence_parallel=True, zero=3, recompute="full", **llama)
-    yield sized(1, 2, pp=2, schedule="zb-h1", cp=2, **llama)
-    yield sized(1, cp=2)
-    yield sized(1, cp=4, zero=3, recompute="full", dtype="bf16")
-    yield sized(2, 2, cp=2, zero=2, sequence_parallel=True, recompute="full")
-    yield sized(1, cp=2, pp=2, schedule="zb-h1", zero=1, dtype="bf16", micro_batch_size=4)
-    for zero in (1, 2, 3):
-        yield sized(4, zero=zero, zero_copies=2, optimizer="lamb", micro_batch_size=2)
-        yield sized(2, 2, cp=2, zero=zero, zero_copies=2, optimizer="muon", dtype="bf16", micro_batch_size=4)
-    for zero in (0, 1, 2, 3):  # the second pipeline has no micro-batch, so its buckets are not reduced
-        yield sized(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
-def test_the_ledger_equals_the_formulas(workers, ranks):
-    fitting = [config for count, config in layouts() if count == ranks]
-    check_ledger(workers.run(ranks, counted, fitting, 1), fitting)
-
-
-def check_ledger(results, configs):
-    for found in results:
-        for (measured, expected, _), c in zip(found, configs, strict=True):
-            same_rows(c, measured, expected)
-
-
 def test_the_formulas_are_the_lectures(workers):
     """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 32, s = 8."""
     unit = Fraction(1, 2) * 4 * (4 * 8 * 32) * 3 * 2  # (t-1)/t, bytes of a number, bsh, m and L
     configs = [
         tiny_config(2, 2, dtype="fp32", **more) for more in ({}, {"recompute": "full"}, {"sequence_parallel": True})
     ]
-    plain, full, parts = workers.run(4, counted, configs)[0]
-    assert plain[0]["tp", "activations", "all_reduce"][1] == 8 * unit
-    assert full[0]["tp", "activations", "all_reduce"][1] == 12 * unit
-    assert sum(parts[0]["tp", "activations", name][1] for name in ("all_gather", "reduce_scatter")) == 10 * unit
-    assert plain[0]["data", "gradients", "all_reduce"] == (5, 2 * plain[2] * Fraction(1, 2) * 4)
+    records = [workers.run(4, record, config)[0] for config in configs]
+    plain, full, parts = (measured for measured, _ in (record.sent for record in records))
+    assert plain["tp", "activations", "all_reduce"][1] == 8 * unit
+    assert full["tp", "activations", "all_reduce"][1] == 12 * unit
+    assert sum(parts["tp", "activations", name][1] for name in ("all_gather", "reduce_scatter")) == 10 * unit
+    assert plain["data", "gradients", "all_reduce"] == (5, 2 * records[0].kept[0]["gradients"] * Fraction(1, 2))
 
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
 def test_the_papers_2_2_2_3(workers, m, factors):
     """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
     configs = [tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m) for stage in range(4)]
-    for stage, (measured, _, elements) in enumerate(workers.run(2, counted, configs)[0]):
+    records = [workers.run(2, record, config)[0] for config in configs]
+    for stage, (measured, _) in enumerate(one.sent for one in records):
         sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "data")
-        sent = float(sent / (elements * Fraction(1, 2) * 4))
+        sent = float(sent / (records[0].kept[0]["gradients"] * Fraction(1, 2)))
         assert sent == factors[stage], f"stage {stage}, m={m}: {sent:g} P (n-1)/n are sent; should be {factors[stage]}"
 
 
-def counted_in_chunks(config):
-    tensor.ROWS = ledger.ROWS = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
-    try:
-        return counted([config])
-    finally:
-        tensor.ROWS = ledger.ROWS = 4096
+@contextlib.contextmanager
+def chunks_of_20():
+    """The head works on 20, 20, 20 and 4 of the 64 tokens."""
+    with mock.patch.object(tensor, "ROWS", 20), mock.patch.object(ledger, "ROWS", 20):
+        yield
 
 
 def test_the_ledger_of_a_head_in_chunks(workers):
-    results = workers.run(2, counted_in_chunks, tiny_config(1, 2))
-    check_ledger(results, [None])
-    assert results[0][0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
+    records = workers.run(2, record, tiny_config(1, 2), 2, chunks_of_20)
+    check_bytes(records)
+    assert records[0].sent[0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
 
 
 def test_the_columns_of_how_often_are_the_slides():
@@ -167,11 +100,6 @@ def test_an_error_in_the_table_names_its_row(right, wrong, monkeypatch):
     with pytest.raises(UserError, match=r"^ledger.py's TABLE, row 'shards +gradients +all_reduce .* wide': \w+Error: "):
         monkeypatch.setattr(ledger, "EVERY_ROW", ledger.read(ledger.TABLE.replace(right, wrong)))
         traffic.predict_step(tiny_config(2), 2)
-
-
-def test_one_process_sends_nothing():
-    ((measured, expected, *_),) = counted([tiny_config(1)])
-    assert measured == expected == {}
 
 
 def check_collectives():
@@ -338,18 +266,3 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
             # memory.py's table: a block keeps 16 bsh/t elements, and small terms
             assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2
     assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.parametrize(
-    "word, message",
-    [
-        ("--tp=2", "required: --ranks"),
-        ("--ranks=0", "--ranks=0: should be positive"),
-        ("--ranks=3", "the number of processes = 3 is not a multiple of"),
-    ],
-)
-def test_a_mistake_ends_the_command_with_one_line(word, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        exit_on_user_error(lambda: traffic.main(["configs/tiny.py", "--tp=2", word]))
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1

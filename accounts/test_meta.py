@@ -11,10 +11,9 @@ import plan
 import train
 from accounts import flops, gpt2, limits, llama, memory, meta, meter, report, traffic
 from accounts.matrices import matrices_of
-from accounts.test_memory import assert_equal_rows, elementwise, modes, rows, started
 from errors import UserError
 from testing.dry_run import show
-from testing.tiny import CPU, tiny_config
+from testing.tiny import CPU, built, tiny_batches, tiny_config
 
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24)
 MODELS = [
@@ -41,24 +40,6 @@ def test_units_without_values_keep_what_the_formulas_say(formulas, fields):
 @pytest.mark.parametrize("formulas, fields", MODELS, ids=str)
 def test_the_number_of_parameters_is_the_formula(formulas, fields):
     assert matrices_of(tiny_config(1, **fields)).formulas is formulas
-
-
-@pytest.mark.parametrize("groups", [0, 2])
-def test_activations_of_a_llama(workers, groups):
-    """Its formulas are what a run keeps."""
-    fields = LLAMA | dict(num_query_groups=groups, untie_embeddings_and_output_weights=True)
-    configs = [c for schedule in ("1f1b", "zb-h1") for c in modes(1, schedule=schedule, **fields)]
-    configs += elementwise(1, **fields)
-    assert_equal_rows([rows(configs)], configs)
-    configs = elementwise(2, sequence_parallel=True, **fields)
-    assert_equal_rows(workers.run(2, rows, configs), configs)
-    for sp, schedule in ((False, "zb-h1"), (True, "1f1b")):
-        configs = modes(1, 2, sequence_parallel=sp, schedule=schedule, **fields)
-        assert_equal_rows(workers.run(2, rows, configs), configs)
-    configs = modes(1, cp=2, **fields)
-    assert_equal_rows(workers.run(2, rows, configs), configs)
-    configs = modes(1, pp=2, schedule="chimera", **fields)
-    assert_equal_rows(workers.run(2, rows, configs), configs)
 
 
 # --- a model without formulas -----------------------------------------------------------------------------------------
@@ -90,7 +71,8 @@ def test_a_file_of_your_own_is_measured(mine):
     p, q = traffic.predict_step(c, 1), traffic.predict_step(same, 1)
     assert p.bytes_kept == q.bytes_kept and p.sent == q.sent
     assert limits.needed(c, 1, CPU) == limits.needed(same, 1, CPU)
-    run, batches = started(c)
+    run = built(c)
+    batches = tiny_batches(run)
     with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
     lines = report.measured_tables(run, account).splitlines()

@@ -159,15 +159,6 @@ def test_rings_end_where_the_shards_do(tmp_path, monkeypatch, fields, dp, copies
 # --- all pictures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--stages=3000", "interleaved --chunks=1000000000", "--microbatches=1000000000", "--steps=16 --microbatches=2000"],
-)
-def test_a_drawing_that_takes_too_long_is_refused(words):
-    with pytest.raises(UserError, match="too many"):
-        draw.main(words.split())
-
-
 def test_a_folder_that_is_missing_and_a_missing_matplotlib_are_one_line(tmp_path, monkeypatch):
     curves = [curve.read_curve(RUNS[0])]
     with pytest.raises(UserError, match=r"^--svg=.*nowhere/x.svg: No such file or directory$"):

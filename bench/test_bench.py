@@ -48,26 +48,6 @@ def test_each_measurement_and_option_is_explained():
             assert f"--{option} " in measure.__doc__ or f"--{option}," in measure.__doc__
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["layout"],
-        ["train", "--step=1"],
-        ["train", "--steps=few"],
-        ["train", "--steps=-1"],
-        ["train", "--attention=flex"],
-        ["layouts", "--vocab=257"],
-        ["layouts", "--only=nomatch"],
-        ["kernels", "--only=nomatch"],
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_on_the_command_line_is_named(monkeypatch, arguments):
-    with pytest.raises(UserError) as error:
-        bench(monkeypatch, *arguments)
-    assert arguments[-1].partition("=")[0] in str(error.value)
-
-
 def test_bench_layouts_prints_a_row_of_equal_losses(monkeypatch, capfd):
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     bench(monkeypatch, "layouts", *sizes, "--only=2")

@@ -3,7 +3,6 @@
 PYTEST_DONT_REWRITE: the message of a failing `assert` is its sentence alone.
 """
 
-import functools
 from collections import Counter
 from unittest import mock
 
@@ -21,18 +20,17 @@ from parallel import optimizer, simulation, tensor, zero
 from parallel.comm import Pending
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
-from parallel.test_pipeline import storages, waiting_in_block
 from testing import letters
 from testing.compare import ratio, same_tensor
+from testing.record import check_bytes, check_layout, one_process, record
 from testing.tiny import (
     AfterActions,
     built,
-    check_layout,
-    one_process,
     stirred,
+    storages,
     tiny_batches,
     tiny_config,
-    train_tiny,
+    waiting_in_block,
     wrong_gradients,
 )
 
@@ -207,7 +205,7 @@ def test_sums_run_while_backward_continues(monkeypatch):
 def test_zero_trains_the_same_model(workers, monkeypatch, stage):
     """In testing/adversary.py's mode a result is wrong until `wait`."""
     monkeypatch.setattr(workers, "adversary", True)
-    check_layout([tiny_config(2, zero=stage)], functools.partial(workers.run, 2))
+    check_layout(workers, 2, tiny_config(2, zero=stage))
 
 
 def gradients_in_a_step(config):
@@ -287,7 +285,7 @@ def test_lambs_trust_ratio_is_the_formulas(layerwise, norm, right):
 
 
 def test_lamb_with_shards_trains_the_same_model(workers):
-    check_layout([tiny_config(2, optimizer="lamb", zero=1)], functools.partial(workers.run, 2))
+    check_layout(workers, 2, tiny_config(2, optimizer="lamb", zero=1))
 
 
 # --- 8, 10: schedules ----------------------------------------------------------------------------------------------
@@ -352,6 +350,10 @@ def test_a_block_sends_8_bsh(workers, sequence_parallel, factor):
         assert sent == factor * unit, (
             f"a block sends {float(sent) / unit:g} bsh (t-1)/t; should be {factor} bsh (t-1)/t"
         )
+
+
+def test_tp_ranks_keep_the_bytes_of_the_formulas(workers):
+    check_bytes(workers.run(2, record, tiny_config(1, 2)))
 
 
 # --- 12: the mesh -----------------------------------------------------------------------------------------------------
@@ -431,7 +433,7 @@ def test_one_process_sees_no_mistake():
 @pytest.mark.parametrize("name", WITHOUT_TP)
 def test_a_layout_without_tp_sees_no_mistake(workers, name):
     fields = WITHOUT_TP[name]
-    check_layout([tiny_config(2 if "zero" in fields else 1, **fields)], functools.partial(workers.run, 2))
+    check_layout(workers, 2, tiny_config(2 if "zero" in fields else 1, **fields))
 
 
 needs_mistake = pytest.mark.skipif(
@@ -444,9 +446,9 @@ needs_mistake = pytest.mark.skipif(
 def test_tp_sees_the_mistake(workers):
     for sequence_parallel in (False, True):
         config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
-        ranks, one = workers.run(2, train_tiny, config, 2), one_process(config)
-        near = [ours == pytest.approx(theirs, rel=1e-9) for ours, theirs in zip(ranks[0][:2], one[:2], strict=True)]
-        assert not all(near), f"with sequence_parallel={sequence_parallel} tp=2 trains the model of one process"
+        ours, one = workers.run(2, record, config)[0], one_process(workers, config)
+        same = ours.losses == pytest.approx(one.losses, rel=1e-9) and ours.norms == pytest.approx(one.norms, rel=1e-9)
+        assert not same, f"with sequence_parallel={sequence_parallel} tp=2 trains the model of one process"
 
 
 @needs_mistake

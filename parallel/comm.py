@@ -154,7 +154,7 @@ def _collective(operation, axis, what, call, arguments, whole, result):
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
         work = call(*arguments, group=axis.group, async_op=True)
-        return Pending(result, axis.watch.started(work, axis, what, operation), name)
+        return axis.watch.started(Pending(result, work, name), axis, what, operation)
 
 
 def send(x, axis, to, what, tag=0):
@@ -181,7 +181,7 @@ def _message(operation, x, axis, peer, what, tag):
     name = Pending.latest = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
     with lost_peer(name):
         work = call(x, axis.ranks[peer], group=axis.group, tag=tag)
-        return Pending(x, axis.watch.started(work, axis, what, operation, axis.ranks[peer]), name)
+        return axis.watch.started(Pending(x, work, name), axis, what, operation, axis.ranks[peer])
 
 
 def agree(axis, action):

@@ -1,6 +1,5 @@
 """Context parallelism: attention over several ranks is plain attention. (test_layouts.py has it in its grid.)"""
 
-import functools
 import math
 
 import pytest
@@ -10,7 +9,8 @@ import operations
 import reference
 from parallel.context import ulysses
 from parallel.mesh import Mesh
-from testing.tiny import check_layout, tiny_config
+from testing.record import check_layout
+from testing.tiny import few, tiny_config
 
 
 def plain(q, k, v):
@@ -48,15 +48,17 @@ THREE = dict(cp=3, hidden_size=24, num_attention_heads=6, seq_length=12)  # the 
 
 @pytest.mark.parametrize(
     "dp, tp, fields",
-    [
-        (1, 1, dict(recompute="full")),
-        (2, 1, dict(zero=3)),
-        pytest.param(1, 2, dict(sequence_parallel=True), marks=pytest.mark.slow),
-        pytest.param(1, 1, dict(pp=2, schedule="chimera", zero=2), marks=pytest.mark.slow),
-    ],
+    few(
+        [
+            (1, 1, dict(recompute="full")),
+            (2, 1, dict(zero=3)),
+            (1, 2, dict(sequence_parallel=True)),
+            (1, 1, dict(pp=2, schedule="chimera", zero=2)),
+        ]
+    ),
     ids=str,
 )
 def test_three_ranks_train_the_same_model(workers, dp, tp, fields):
     modes = [dict(optimizer="sgd", dropout=0.0), dict(optimizer="adamw", dropout=0.1)]
     configs = [tiny_config(dp, tp, **mode, **fields, **THREE) for mode in modes]
-    check_layout(configs, functools.partial(workers.run, 3 * dp * tp * configs[0].pp))
+    check_layout(workers, 3 * dp * tp * configs[0].pp, *configs)

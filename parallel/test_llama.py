@@ -1,10 +1,10 @@
-"""Llama: it is the plain PyTorch of the papers, and every layout trains it as one process does."""
+"""Llama is the plain PyTorch of the papers. (test_layouts.py has it in its grid.)"""
 
-import functools
+import contextlib
 import math
 import re
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,13 @@ import torch.nn.functional as F
 
 import config as configuration
 import reference
-import test_layouts
 import train
-from errors import UserError
 from model import GPT
 from parallel.context import TokensForHeads
 from parallel.mesh import Mesh
 from testing.compare import same_tensor
-from testing.tiny import built, check_layout, covering, tiny_batches, tiny_config, train_each, train_tiny
+from testing.record import check_layout, record
+from testing.tiny import built, tiny_batches, tiny_config
 
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
 UNTIED = LLAMA | dict(untie_embeddings_and_output_weights=True, rotary_base=77.0)
@@ -110,77 +109,14 @@ def test_a_step_with_triton_is_a_step_with_pytorch():
     assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=1e-5)
 
 
-# --- every layout -----------------------------------------------------------------------------------------------------
-
-FITTING = [
-    point
-    for point in test_layouts.points()
-    if test_layouts.ranks(**point) <= 4 or (point["dp"], point["tp"], point["pp"]) == (2,) * 3
-]
-
-
-def cases():
-    few = covering([point for point in FITTING if point["dp"] * point["pp"] * point["cp"] * point["tp"] <= 4])
-    more = covering(FITTING, few)
-    quick = few[::4]  # the others are slow: the layout's own grid is in test_layouts.py
-    return quick + [pytest.param(point, marks=pytest.mark.slow) for point in [*few, *more] if point not in quick]
-
-
-@pytest.mark.parametrize("point", cases(), ids=test_layouts.name)
-def test_every_layout_trains_the_same_llama(workers, point):
-    config, ranks = test_layouts.fitted(**point)
-    config = replace(config, **(UNTIED if point["zero"] % 2 == 0 else LLAMA))
-    configuration.check(config, ranks)
-    check_layout([config], functools.partial(workers.run, ranks))
-
-
-@pytest.mark.parametrize("dp, tp, pp, fields", test_layouts.ELEMENTWISE, ids=str)
-def test_elementwise_recomputation_trains_the_same_llama(workers, dp, tp, pp, fields):
-    more = LLAMA | dict(optimizer="adamw", dropout=0.1) | {k: v for k, v in fields.items() if k != "activation"}
-    config = tiny_config(dp, tp, pp=pp, recompute="elementwise", **more)
-    check_layout([config], functools.partial(workers.run, dp * tp * pp * config.cp))
-
-
 def test_elementwise_recomputation_changes_no_bit():
     fields = UNTIED | dict(dropout=0.1, dtype="fp32")
-    ours, its = (train_tiny(tiny_config(1, recompute=recompute, **fields), 2) for recompute in ("elementwise", "none"))
-    assert ours[:2] == its[:2]
-    assert all(torch.equal(tensor, its[3][name]) for name, tensor in ours[3].items())
-
-
-def test_offload(workers):
-    config = tiny_config(2, zero=2, offload=True, optimizer="adamw", **UNTIED)
-    check_layout([config], functools.partial(workers.run, 2))
+    ours, its = (record(tiny_config(1, recompute=recompute, **fields)) for recompute in ("elementwise", "none"))
+    assert (ours.losses, ours.norms) == (its.losses, its.norms)
+    assert all(torch.equal(tensor, its.after[name]) for name, tensor in ours.after.items())
 
 
 # --- refusals, and a file of one's own --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(num_query_groups=3), "num_attention_heads = 8 is not a multiple of num_query_groups = 3"),
-        (
-            dict(num_query_groups=2, tp=4),
-            "num_query_groups = 2 is not a multiple of tp = 4: a tensor parallel rank has",
-        ),
-        (dict(ffn_hidden_size=25, tp=2), "ffn_hidden_size = 25 is not a multiple of tp = 2"),
-        (
-            dict(hidden_size=24),
-            "num_attention_heads=8: heads of size 3; should be even",
-        ),
-        (dict(activation="relu"), "activation=relu: only model.py reads it"),
-        (dict(model="model"), "num_query_groups=4: only llama.py reads it; set --model=llama"),
-        (dict(model="lama"), "model=lama: there is no file lama.py"),
-        (dict(model="errors"), "model=errors: errors.py has no function units"),
-        (dict(model="sys"), "model=sys: sys.py has no function units"),
-    ],
-)
-def test_what_llama_lacks_is_refused_by_name(fields, message):
-    with pytest.raises(UserError, match=message):
-        config = tiny_config(1, **LLAMA | fields)
-        configuration.check(config, config.tp)
-        GPT(config, Mesh().tp)
 
 
 def edited(source, diff):
@@ -195,10 +131,12 @@ def edited(source, diff):
     return source
 
 
-def train_there(folder, *arguments):
+@contextlib.contextmanager
+def with_mine(folder):
+    """mine.py can be imported from the folder."""
     sys.path.insert(0, folder)
     try:
-        return train_each(*arguments)
+        yield
     finally:
         sys.path.remove(folder)
         sys.modules.pop("mine", None)
@@ -215,7 +153,7 @@ def test_the_guides_model_trains_in_layouts(workers, tmp_path, monkeypatch):
     for layout in layouts:
         config = tiny_config(2, **fields | layout)
         configuration.check(config, 4)
-        check_layout([config], lambda function, *arguments: workers.run(4, train_there, str(tmp_path), *arguments))
+        check_layout(workers, 4, config, change=partial(with_mine, str(tmp_path)))
     names = GPT(config, Mesh().tp).specs()
     assert "embedding.position" not in names and "head.ln.bias" not in names
     sys.modules.pop("mine", None)

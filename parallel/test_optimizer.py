@@ -16,7 +16,8 @@ from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
 from testing.compare import same_tensor
-from testing.tiny import built, tiny_batches, tiny_config, train_tiny
+from testing.record import record
+from testing.tiny import built, tiny_batches, tiny_config
 
 
 def drawn(n, seed):
@@ -250,11 +251,11 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
     """A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
-    (losses, norms, _, whole), _ = workers.run(2, train_tiny, tiny_config(2, **fields), 4)
+    whole, _ = workers.run(2, record, tiny_config(2, **fields), 4)
     for zero in (1, 2, 3):
-        for ours in workers.run(2, train_tiny, tiny_config(2, zero=zero, **fields), 4):
-            assert ours[0] == losses and ours[1] == pytest.approx(norms, rel=1e-6)
-            assert all(torch.equal(ours[3][name], whole[name]) for name in whole)
+        for ours in workers.run(2, record, tiny_config(2, zero=zero, **fields), 4):
+            assert ours.losses == whole.losses and ours.norms == pytest.approx(whole.norms, rel=1e-6)
+            assert all(torch.equal(ours.after[name], weight) for name, weight in whole.after.items())
 
 
 @contextlib.contextmanager

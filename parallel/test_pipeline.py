@@ -21,19 +21,18 @@ from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
 from parallel.zero import Bucket
+from testing.record import check_model, one_process, parameters, record
 from testing.tiny import (
     STEPS,
-    assert_same_model,
     built,
     configured,
+    few,
     go,
-    parameters,
-    specs,
+    storages,
     tiny_batches,
     tiny_config,
-    train_tiny,
-    trained,
     validation_losses,
+    waiting_in_block,
 )
 
 
@@ -74,9 +73,10 @@ def test_stages_that_share_in_a_chain_are_refused():
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def sleepy(config, seed):
-    """Run train_tiny, and sleep for a random time before every action and message."""
-    dice = random.Random(seed + torch.distributed.get_rank())
+@contextlib.contextmanager
+def sleepy():
+    """Each rank sleeps for a random time before every action and message."""
+    dice = random.Random(torch.distributed.get_rank())
 
     def slow(original):
         def call(*arguments):
@@ -90,16 +90,18 @@ def sleepy(config, seed):
     with contextlib.ExitStack() as stack:
         for place, name in places:
             stack.enter_context(mock.patch.object(place, name, slow(getattr(place, name))))
-        return train_tiny(config, 2)
+        yield
 
 
-@pytest.mark.parametrize("schedule, zero", [("1f1b", 0), ("chimera", 2), ("zb-v", 3)])
+@pytest.mark.parametrize("schedule, zero", few([("1f1b", 0), ("chimera", 2), ("zb-v", 3)]))
 def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
     dp, pp = (1, 4) if schedule == "1f1b" else (2, 2)
     fields = dict(schedule=schedule, chunks=schedules.usual_chunks(schedule), zero=zero, num_layers=4)
     config = tiny_config(dp, pp=pp, micro_batch_size=3, **fields)
-    for a, b in zip(workers.run(4, train_tiny, config, 2), workers.run(4, sleepy, config, 1), strict=True):
-        assert a[:2] == b[:2] and all(torch.equal(a[3][name], b[3][name]) for name in a[3])
+    both = workers.run(4, record, config), workers.run(4, record, config, 2, sleepy)
+    for a, b in zip(*both, strict=True):
+        assert (a.losses, a.norms) == (b.losses, b.norms)
+        assert all(torch.equal(weight, b.after[name]) for name, weight in a.after.items())
 
 
 def posted(config):
@@ -126,7 +128,7 @@ def posted(config):
     return calls[:before], calls[before:]
 
 
-@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+@pytest.mark.parametrize("schedule", few(schedules.SCHEDULES, 2))
 def test_a_group_has_one_sender_between_two_ranks_and_is_connected_before_the_step(workers, schedule):
     """NCCL runs a group's messages between two ranks in the order in which both post them."""
     fields = dict(schedule=schedule, chunks=schedules.usual_chunks(schedule), num_layers=7, micro_batch_size=1)
@@ -154,18 +156,15 @@ def pair(stages, microbatches, chunks=1):
     return schedules.Schedule("pair", [*range(half)] * 2, [*range(stages)], actions)
 
 
-def trained_in_pairs(config):
-    with mock.patch.dict(schedules.SCHEDULES, pair=pair):
-        return trained(config, 3)
+def in_pairs():
+    return mock.patch.dict(schedules.SCHEDULES, pair=pair)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
     """The word table is on four ranks, the others on two. The last two ranks run one of 3 micro-batches."""
-    fields = dict(optimizer=optimizer, num_layers=2)
-    config = tiny_config(1, pp=4, schedule="pair", **fields)
-    reference = train_tiny(tiny_config(1, **fields), 3)
-    assert_same_model(workers.run(4, trained_in_pairs, config), reference, config, specs(config))
+    config = tiny_config(1, pp=4, schedule="pair", optimizer=optimizer, num_layers=2)
+    check_model(workers.run(4, record, config, 3, in_pairs), one_process(workers, config, 3))
 
 
 def holdings(config):
@@ -191,24 +190,6 @@ def test_activations_in_flight_are_the_schedules(workers, schedule, most):
     results = workers.run(4, holdings, tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3))
     assert [found for found, _, _ in results] == most and all(left == 0 for *_, left in results)
     assert all(full <= pipeline.IN_TRANSIT + 1 for _, full, _ in results[:-1])
-
-
-def storages(config):
-    """Return which (parameters, gradients) are whole in block1's F and after a step."""
-    run, seen = built(config), []
-    block, buckets = run.model.units[2], run.zero.buckets
-    forward = block.forward
-
-    def whole(kind):
-        return {name for name, b in buckets.items() if getattr(b, kind).whole.untyped_storage().size()}
-
-    def watching(*arguments):
-        seen.append((whole("param"), whole("grad")))
-        return forward(*arguments)
-
-    block.forward = watching
-    train.train_step(run, tiny_batches(run))
-    return seen[0], (whole("param"), whole("grad"))
 
 
 def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
@@ -260,42 +241,27 @@ def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
         assert [alive[f"block{i}"] for i in (3, 2, 1, 0)] == [7, 7, 6, 5]
 
 
-def trained_in_other_buckets(config, one):
-    """Train with the matrices `fc1` in buckets of their own: one for all blocks, or one for each block."""
+def buckets_of_fc1(name):
+    """The matrices `fc1` are in buckets of their own. name(spec): of its bucket."""
 
     def bucket(spec):
-        block, _, name = spec.name.partition(".")
-        return block if name != "fc1.weight" else "fc1" if one else spec.name
+        return name(spec) if spec.name.endswith(".fc1.weight") else spec.name.partition(".")[0]
 
-    with mock.patch.object(tensor.ParamSpec, "bucket", property(bucket)):
-        return trained(config, 2)
+    return mock.patch.object(tensor.ParamSpec, "bucket", property(bucket))
 
 
-@pytest.mark.parametrize("one", [False, True], ids=["two buckets in a block", "a bucket of several blocks"])
-def test_weight_gradients_of_several_buckets_may_alternate(workers, one):
-    fields = dict(num_layers=4)
-    config = tiny_config(2, pp=2, zero=2, schedule="zb-h1", **fields)
-    reference = train_tiny(tiny_config(1, **fields), 2)
-    results = workers.run(4, trained_in_other_buckets, config, one)
-    assert_same_model(results, reference, config, specs(config))
+def a_bucket_of_several_blocks():
+    return buckets_of_fc1(lambda spec: "fc1")
 
 
-def waiting_in_block(config):
-    """Return the buckets whose gathers run after a step, and in the next step's F of block1."""
-    run = built(config)
-    batches, block, seen = tiny_batches(run), run.model.units[2], []
-    train.train_step(run, batches)
+def two_buckets_in_a_block():
+    return buckets_of_fc1(lambda spec: spec.name)
 
-    def waiting():
-        return [bucket.name for bucket in run.zero.in_order if bucket.gathering and bucket.gathering.work]
 
-    def watching(*arguments, forward=block.forward):
-        seen.append(waiting())
-        return forward(*arguments)
-
-    at_rest, block.forward = waiting(), watching
-    train.train_step(run, batches)
-    return at_rest, seen[0]
+@pytest.mark.parametrize("change", [two_buckets_in_a_block, a_bucket_of_several_blocks])
+def test_weight_gradients_of_several_buckets_may_alternate(workers, change):
+    config = tiny_config(2, pp=2, zero=2, schedule="zb-h1", num_layers=4)
+    check_model(workers.run(4, record, config, 2, change), one_process(workers, config))
 
 
 def test_a_step_begins_while_later_parameters_are_gathered(workers):
@@ -309,7 +275,8 @@ def groups(config):
     """Return the number of groups of a step's gathers, of its sums, and of both together."""
     gathers, sums = mock.Mock(wraps=comm._all_gather), mock.Mock(wraps=comm._reduce_scatter)
     with mock.patch.multiple(comm, _all_gather=gathers, _reduce_scatter=sums):
-        train_tiny(config, 1)
+        run = built(config)
+        train.train_step(run, tiny_batches(run))
     of_gathers, of_sums = ({call.kwargs["group"] for call in calls.call_args_list} for calls in (gathers, sums))
     return len(of_gathers), len(of_sums), len(of_gathers | of_sums)
 
@@ -353,12 +320,14 @@ def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        dict(pp=2, schedule="zb-v", chunks=2, zero=2),
-        dict(pp=2, schedule="interleaved", chunks=2, zero=3),
-        dict(pp=2, schedule="chimera", zero=3),
-        dict(zero=3),
-    ],
+    few(
+        [
+            dict(pp=2, schedule="zb-v", chunks=2, zero=2),
+            dict(pp=2, schedule="interleaved", chunks=2, zero=3),
+            dict(pp=2, schedule="chimera", zero=3),
+            dict(zero=3),
+        ]
+    ),
     ids=str,
 )
 def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
@@ -430,7 +399,7 @@ def grown(config):
     return [s.samples for s in steps], [s.loss for s in steps]
 
 
-@pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3)], ids=str)
+@pytest.mark.parametrize("layout", few([dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3)]), ids=str)
 def test_the_batch_grows_alike_in_every_layout(workers, layout):
     """A step has 8 samples, 16 after 24 samples, 24 after 48."""
     fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2, num_layers=4)

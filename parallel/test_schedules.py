@@ -3,14 +3,12 @@
 The rules for a list of actions are written here again, so the checker of schedules.py is tested, too.
 """
 
-import contextlib
 import itertools
 
 import pytest
 
 from accounts.bubbles import simulate
 from accounts.draw import main
-from errors import UserError
 from parallel import schedules, simulation
 from parallel.schedules import (
     SCHEDULES,
@@ -25,17 +23,8 @@ from parallel.schedules import (
     usual_chunks,
 )
 from parallel.simulation import build, check_schedule, messages, routes
-
-COST = {"F": 1.0, "B": 2.1, "I": 1.2, "W": 0.9}
-
-
-def all_of_them(stages, microbatches):
-    """Yield (name, p, m, chunks) for each schedule and each of these sizes that the schedule accepts."""
-    for name, p, m in itertools.product(SCHEDULES, stages, microbatches):
-        for chunks in (2, 3) if name == "interleaved" else [usual_chunks(name)]:
-            with contextlib.suppress(UserError):
-                SCHEDULES[name](p, m, chunks)
-                yield name, p, m, chunks
+from testing.points import COST, all_of_them
+from testing.tiny import refusal
 
 
 def test_every_size_that_a_schedule_can_have_is_accepted():
@@ -259,13 +248,6 @@ def test_messages_in_another_order_do_deadlock():
 
 
 # --- what is wrong with a schedule ------------------------------------------------------------------------------------
-
-
-def refusal(refuse, *arguments):
-    with pytest.raises(UserError) as error:
-        refuse(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,8 @@ class Tool:
         """Return a context for a phase."""
         return contextlib.nullcontext()
 
-    def started(self, work, phase, axis, what, operation, peer):
-        """Return torch's handle `work` of a communication, or one in its place. peer: of a message."""
-        return work
+    def started(self, pending, phase, axis, what, operation, peer):
+        """Called after a communication has started. May replace torch's handle, `pending.work`. peer: of a message."""
 
 
 class Watch:
@@ -53,8 +52,8 @@ class Watch:
             finally:
                 self.phase = outer
 
-    def started(self, work, axis, what, operation, peer=None):
-        """Tell the tools that a communication has started. Return its handle."""
+    def started(self, pending, axis, what, operation, peer=None):
+        """Tell the tools that a communication has started. Return its Pending."""
         for tool in self.tools:
-            work = tool.started(work, self.phase, axis, what, operation, peer)
-        return work
+            tool.started(pending, self.phase, axis, what, operation, peer)
+        return pending

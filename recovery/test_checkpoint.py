@@ -24,7 +24,7 @@ from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from parallel.tensor import ParamSpec
 from recovery import checkpoint, replicas
-from testing.tiny import CPU, configured, curve, fails, go, tensor_files, tiny_config, write_tokens
+from testing.tiny import CPU, configured, curve, fails, few, go, tensor_files, tiny_config, write_tokens
 
 # --- the arithmetic of runs -----------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def straight(workers, tokens_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "ranks, tp, parts, dtype", [(1, 1, (5, 10), "fp64"), (1, 1, (3, 6, 10), "fp16"), (4, 2, (5, 10), "bf16")]
+    "ranks, tp, parts, dtype", few([(4, 2, (5, 10), "bf16"), (1, 1, (5, 10), "fp64"), (1, 1, (3, 6, 10), "fp16")])
 )
 def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
     """With fp16 the first loss scale overflows a few times and its window is short, so the scaler's counters change."""
@@ -85,22 +85,18 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
 
 @pytest.mark.parametrize(
     "before, after",
-    [
-        ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
-        ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4))),
-        ((4, dict(pp=2, zero=1)), (4, dict(pp=2, zero=1, order="pp-dp-tp"))),
-        ((2, dict(zero=2, optimizer="muon")), (2, dict(tp=2, optimizer="muon"))),
-        ((4, dict(zero=3, zero_copies=2, micro_batch_size=1)), (4, dict(cp=4, zero=1, zero_copies=2))),
-        pytest.param(
-            (4, dict(zero=3, micro_batch_size=1)), (4, dict(pp=4, schedule="chimera")), marks=pytest.mark.slow
-        ),
-        pytest.param((8, dict(pp=4, zero=3, schedule="chimera")), (4, dict(tp=2, zero=1)), marks=pytest.mark.slow),
-        pytest.param(
-            (4, dict(pp=2, schedule="interleaved", chunks=2, micro_batch_size=3)),
-            (8, dict(tp=4, zero=2)),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    few(
+        [
+            ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
+            ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4))),
+            ((4, dict(pp=2, zero=1)), (4, dict(pp=2, zero=1, order="pp-dp-tp"))),
+            ((2, dict(zero=2, optimizer="muon")), (2, dict(tp=2, optimizer="muon"))),
+            ((4, dict(zero=3, zero_copies=2, micro_batch_size=1)), (4, dict(cp=4, zero=1, zero_copies=2))),
+            ((4, dict(zero=3, micro_batch_size=1)), (4, dict(pp=4, schedule="chimera"))),
+            ((8, dict(pp=4, zero=3, schedule="chimera")), (4, dict(tp=2, zero=1))),
+            ((4, dict(pp=2, schedule="interleaved", chunks=2, micro_batch_size=3)), (8, dict(tp=4, zero=2))),
+        ]
+    ),
     ids=str,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
@@ -249,11 +245,13 @@ def go_with_nan(config, iteration):
 
 @pytest.mark.parametrize(
     "iteration, save_interval, patience, said, steps",
-    [
-        (7, 2, 3, "the last 3 are not finite", [4, 6]),
-        (8, 3, 0, "the last 3 are not finite", [3, 6]),  # at the end of the run
-        (2, 5, 3, "the last 3 are not finite", []),
-    ],
+    few(
+        [
+            (7, 2, 3, "the last 3 are not finite", [4, 6]),
+            (8, 3, 0, "the last 3 are not finite", [3, 6]),  # at the end of the run
+            (2, 5, 3, "the last 3 are not finite", []),
+        ]
+    ),
 )
 def test_a_loss_that_stays_nan_stops_the_run_and_is_never_saved(
     workers, tokens_dir, tmp_path, iteration, save_interval, patience, said, steps
@@ -269,7 +267,7 @@ def test_a_loss_that_stays_nan_stops_the_run_and_is_never_saved(
 # --- updates above skip_norm ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp16"])
+@pytest.mark.parametrize("dtype", few(["fp64", "fp16"]))
 def test_updates_above_skip_norm_change_nothing(workers, straight, tokens_dir, tmp_path, dtype):
     """With a bound between two norms, the larger are skipped on each rank. fp16's loss scale does not see them."""
     fields = dict(dtype=dtype, initial_loss_scale=256.0, hysteresis=1)
@@ -288,7 +286,7 @@ def test_updates_above_skip_norm_change_nothing(workers, straight, tokens_dir, t
         assert curve(tmp_path)[i][0] == pytest.approx(alone[i][0], rel=1e-10 if dtype == "fp64" else 1e-2)
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp16"])
+@pytest.mark.parametrize("dtype", few(["fp64", "fp16"]))
 def test_a_run_that_skips_every_update_stops(workers, tokens_dir, tmp_path, dtype):
     config = configured(tmp_path, tokens_dir, dtype=dtype, skip_norm=1e-4, stop_after_nan=4, initial_loss_scale=256.0)
     for said in workers.run(2, fails, config):
@@ -299,7 +297,7 @@ def test_a_run_that_skips_every_update_stops(workers, tokens_dir, tmp_path, dtyp
 # --- a new run from weights -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks, layout", [(1, {}), (4, dict(tp=2, zero=2)), (3, dict(zero=3, optimizer="sgd"))])
+@pytest.mark.parametrize("ranks, layout", few([(1, {}), (4, dict(tp=2, zero=2)), (3, dict(zero=3, optimizer="sgd"))]))
 def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks, layout):
     """Its first loss is that of the weights. Counters, moments, seed and optimizer are new. It resumes as usual."""
     old = straight(1, dtype="fp64")
@@ -323,6 +321,7 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
     assert [row[4] for row in curve(tmp_path / "new")] == [12, 24, 36, 48]
 
 
+@pytest.mark.slow
 def test_llamas_weights_can_get_longer_samples_and_another_rotary_base(straight, tokens_dir, tmp_path):
     old = str(straight(1, dtype="fp64", model="llama"))
     fields = dict(model="llama", initial_weights=old, seq_length=16, rotary_base=500000.0, train_iters=1)
@@ -450,7 +449,7 @@ def load_each(config, flips):
 
 
 @pytest.mark.parametrize(
-    "ranks, layout", [(1, {}), (4, dict(tp=2, zero=1)), (2, dict(zero=3)), (4, dict(pp=2, zero=2))], ids=str
+    "ranks, layout", few([(4, dict(tp=2, zero=1)), (1, {}), (2, dict(zero=3)), (4, dict(pp=2, zero=2))]), ids=str
 )
 def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_path, ranks, layout):
     out, data_dir = trained

@@ -46,6 +46,7 @@ def test_a_long_validation_is_no_hang(workers, tmp_path):
     assert not (tmp_path / "hang").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleeper", [0, 2])
 def test_each_rank_writes_the_communication_that_it_waits_for(workers, tmp_path, sleeper):
     tables = [table for tables in workers.run(3, asleep, str(tmp_path), sleeper) for table in tables]

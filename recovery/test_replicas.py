@@ -13,7 +13,7 @@ from errors import UserError
 from parallel.mesh import Mesh
 from parallel.zero import Bucket, Zero
 from recovery import checkpoint, replicas
-from testing.tiny import built, configured, fails, go, tiny_batches, tiny_config
+from testing.tiny import built, configured, fails, few, go, tiny_batches, tiny_config
 
 
 def said_after_damage(config, rank, bucket, kind, place):
@@ -40,16 +40,37 @@ def said_after_damage(config, rank, bucket, kind, place):
 
 @pytest.mark.parametrize(
     "ranks, layout, dtype, damage, named",
-    [
-        (3, {}, "fp64", (1, "block0", "parameter", 0), "block0.qkv.weight: ranks [0, 2] and ranks [1]"),
-        (2, {}, "bf16", (1, "block1", "master", 4), "block1.qkv.weight (master weight): ranks [0] and ranks [1]"),
-        (2, dict(zero=1), "bf16", (0, "word", "parameter", -1), "word.weight: ranks [0] and ranks [1]"),
-        (2, dict(tp=2), "fp64", (1, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [0] and ranks [1]"),
-        (4, dict(tp=2, zero=3), "fp64", (3, "block0", "moment", -100), "block0.fc2.bias (moment 1): ranks [2] and"),
-        (4, dict(zero=3, zero_copies=2), "fp64", (2, "block0", "moment", 5), "block0.qkv.weight (moment 1): ranks [0]"),
-        (4, dict(pp=2, zero=3), "bf16", (2, "word", "parameter", 5), "word.weight: ranks [2] and ranks [3]"),
-        (4, dict(pp=4, schedule="chimera", num_layers=4), "fp64", (2, "block1", "parameter", 0), "block1.qkv.weight"),
-    ],
+    few(
+        [
+            (3, {}, "fp64", (1, "block0", "parameter", 0), "block0.qkv.weight: ranks [0, 2] and ranks [1]"),
+            (2, {}, "bf16", (1, "block1", "master", 4), "block1.qkv.weight (master weight): ranks [0] and ranks [1]"),
+            (2, dict(zero=1), "bf16", (0, "word", "parameter", -1), "word.weight: ranks [0] and ranks [1]"),
+            (
+                2,
+                dict(tp=2),
+                "fp64",
+                (1, "block0", "moment", -60),
+                "block0.fc2.bias (moment 1): ranks [0] and ranks [1]",
+            ),
+            (4, dict(tp=2, zero=3), "fp64", (3, "block0", "moment", -100), "block0.fc2.bias (moment 1): ranks [2] and"),
+            (
+                4,
+                dict(zero=3, zero_copies=2),
+                "fp64",
+                (2, "block0", "moment", 5),
+                "block0.qkv.weight (moment 1): ranks [0]",
+            ),
+            (4, dict(pp=2, zero=3), "bf16", (2, "word", "parameter", 5), "word.weight: ranks [2] and ranks [3]"),
+            (
+                4,
+                dict(pp=4, schedule="chimera", num_layers=4),
+                "fp64",
+                (2, "block1", "parameter", 0),
+                "block1.qkv.weight",
+            ),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_one_bit_in_one_copy_is_named_on_every_rank(workers, ranks, layout, dtype, damage, named):
@@ -96,7 +117,7 @@ def said_after_other_rounding(config):
         return str(error)
 
 
-@pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=1), dict(zero=2), dict(zero=3)], ids=str)
+@pytest.mark.parametrize("layout", few([dict(zero=0), dict(zero=1), dict(zero=2), dict(zero=3)]), ids=str)
 def test_copies_stay_equal_if_tp_ranks_sum_over_dp_in_another_order(workers, layout):
     """NCCL may do so, because each tp rank has its own group of dp ranks."""
     config = tiny_config(3, **{"tp": 2, "dtype": "fp64", "optimizer": "adamw"} | layout)
@@ -104,7 +125,7 @@ def test_copies_stay_equal_if_tp_ranks_sum_over_dp_in_another_order(workers, lay
     assert workers.run(6, said_after_other_rounding, config) == [None] * 6
 
 
-@pytest.mark.parametrize("every, save_interval, found, saved", [(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, 8, [4])])
+@pytest.mark.parametrize("every, save_interval, found, saved", few([(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, 8, [4])]))
 def test_a_run_stops_before_it_saves_different_copies(
     workers, tokens_dir, tmp_path, every, save_interval, found, saved
 ):
@@ -129,7 +150,7 @@ def train_with_a_skip(config, iteration):
         return fails(config)
 
 
-@pytest.mark.parametrize("iteration, zero, found", [(5, 0, 6), (5, 1, 6), (7, 2, 8), (8, 1, 8), (10, 3, 10)])
+@pytest.mark.parametrize("iteration, zero, found", few([(5, 0, 6), (5, 1, 6), (7, 2, 8), (8, 1, 8), (10, 3, 10)]))
 def test_a_run_stops_if_a_rank_decides_alone_about_an_update(workers, tokens_dir, tmp_path, iteration, zero, found):
     """The next step finds it, or the next save (iterations 4, 8 and 10). With zero=1 no copies could differ."""
     config = configured(tmp_path, tokens_dir, zero=zero, save_interval=4, dtype="fp64", log_interval=50)
@@ -138,6 +159,7 @@ def test_a_run_stops_if_a_rank_decides_alone_about_an_update(workers, tokens_dir
     assert checkpoint.all_steps(tmp_path) == ([4] if found < 10 else [4, 8])
 
 
+@pytest.mark.slow
 def test_a_run_compares_after_the_first_update_that_it_has_read_and_before_a_save(tokens_dir, tmp_path):
     """fp16's first steps are skipped, because its loss scale begins too large."""
     compared = []

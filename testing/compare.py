@@ -41,21 +41,12 @@ def same_rows(where, measured, expected):
         return f"{float(count):,.10g} bytes" + ("" if calls is None else f" in {float(calls):g} calls")
 
     lines = []
-    for key in sorted(measured.keys() | expected.keys()):
+    for key in sorted(measured.keys() | expected.keys(), key=str):
         ours, theirs = (written(table.get(key, 0)) for table in (measured, expected))
         if measured.get(key) != expected.get(key):
             lines.append(f"    {key if isinstance(key, str) else ' '.join(key)}: {ours}; should be {theirs}")
     if lines:
         raise Different("\n".join([f"{where}: measured bytes are not those of the formula", *lines]))
-
-
-class FirstStep(NamedTuple):
-    """The first step of one rank."""
-
-    loss: float
-    norm: float
-    gradients: dict  # {parameter: (begin, end, values)}: the elements of its tp slice that this rank updates
-    after: dict  # {parameter: this rank's tp slice after the update}
 
 
 class Case(NamedTuple):
@@ -64,8 +55,8 @@ class Case(NamedTuple):
     config: object
     specs: dict  # {parameter: ParamSpec}
     sizes: dict  # {"dp", "cp", "tp", "pp", "m": number}; dp: data ranks with samples of their own
-    steps: list = ()  # [FirstStep of each rank]
-    one: FirstStep | None = None  # one process's
+    steps: list = ()  # [`record.Record` of each rank]
+    one: object = None  # the Record of one process
     shares: dict | None = None  # {(data rank, micro-batch): {parameter: gradient}}, of one process
     dropout_only: bool = False  # with dropout = 0 the loss of the first step is right
     forward: str = ""  # where a forward differs first
@@ -182,14 +173,14 @@ def table(findings, case):
 # --- initial parameters -----------------------------------------------------------------------------------------------
 
 
-def initial_difference(results, before, case):
+def initial_difference(records, before, case):
     """Describe the first initial parameter that is not bit-equal to `before`."""
-    for rank, result in enumerate(results):
-        for name, ours in result[2].items():
+    for rank, record in enumerate(records):
+        for name, ours in record.before.items():
             if not torch.equal(ours, case.local(name, before[name], rank)):
                 cause = initial_cause(name, ours, case.local(name, before[name], rank), before[name], case)
                 return f"The initial {name} of rank {case.name(rank)} differs: {cause}."
-    missing = [name for name in case.specs if not any(name in result[2] for result in results)]
+    missing = [name for name in case.specs if not any(name in record.before for record in records)]
     return f"No rank has {missing[0]}." if missing else ""
 
 
@@ -475,30 +466,31 @@ def continuous(rule):
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
-def differences(results, reference, config, specs, first_step=None):
+def differences(records, one, first_step=None):
     """Return a message if a layout's run is not that of one process, otherwise "".
 
-    results: (losses, gradient norms, initial parameters, parameters after) of each rank. reference: the same of one
-    process. first_step: called after a difference, returns the fields of `Case` from `steps` on.
+    records: the `record.Record` of each rank; one: of one process. first_step: called after a difference, returns the
+    fields of `Case` from `steps` on.
     """
-    c, dp = config, len(results) // (config.tp * config.cp * config.pp)
+    c = records[0].config
+    dp = len(records) // (c.tp * c.cp * c.pp)
     m = c.global_batch_size // (c.micro_batch_size * dp)
-    case = Case(c, specs, {"dp": dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "m": m})
-    if initial := initial_difference(results, reference[2], case):
+    case = Case(c, one.specs, {"dp": dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "m": m})
+    if initial := initial_difference(records, one.before, case):
         return f"{title(case)}\nFirst difference: initial parameters.\n{initial}"
     run = []
-    for k, what in enumerate(("loss", "gradient norm")):
-        for step, theirs in enumerate(reference[k]):
-            if (ours := unequal([result[k][step] for result in results], theirs)) is not None:
-                run.append(f"In the whole run: the {what} of step {step + 1} is {ours:.12g} instead of {theirs:.12g}.")
-    if found := parameter_findings([result[3] for result in results], reference[3], case):
+    for field, what in (("losses", "loss"), ("norms", "gradient norm")):
+        for step, numbers in enumerate(zip(*(getattr(record, field) for record in (one, *records)), strict=True), 1):
+            if (ours := unequal(numbers[1:], numbers[0])) is not None:
+                run.append(f"In the whole run: the {what} of step {step} is {ours:.12g} instead of {numbers[0]:.12g}.")
+    if found := parameter_findings([record.after for record in records], one.after, case):
         run += ["Parameters after the run:", table(found, case)]
     if not run:
         return ""
     wrong_at_once = any(" of step 1 " in line for line in run)
     if first_step:
-        case = Case(config, specs, case.sizes, *first_step())
-        run = diagnosis(reference[2], case) or [OTHER if wrong_at_once else LATER, *run]
+        case = Case(c, one.specs, case.sizes, *first_step())
+        run = diagnosis(one.before, case) or [OTHER if wrong_at_once else LATER, *run]
     elif not wrong_at_once:
         run = [LATER, *run]
     return "\n".join(filter(None, [title(case), case.forward, *run]))

@@ -11,11 +11,13 @@ import re
 import pytest
 import torch
 
-import test_layouts
-from parallel import comm, test_pipeline, test_tensor
+from parallel import comm
 from parallel.comm import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from parallel.mesh import Mesh
+from testing import points
 from testing.adversary import Caught, adversary
+from testing.record import check_layout
+from testing.tiny import configured, few, validation_losses
 
 # --- what a result looks like before and after `wait` -----------------------------------------------------------------
 
@@ -170,12 +172,7 @@ def late(workers):
     workers.adversary = before
 
 
-def test_a_loss_waits_for_each_result(late):
-    late.check(2, test_tensor.check_linear_cross_entropy, "all_gather", 1.0)
-
-
-# as in test_layouts.py's grid: all schedules, ZeRO stages
-# with and without a pipeline, optimizers, cp
+# as in the grid: all schedules, ZeRO stages with and without a pipeline, optimizers, cp, copies
 KEYS = "dp tp pp schedule zero sequence_parallel recompute optimizer micro_batches cp zero_copies".split()
 LAYOUTS = [
     (2, 1, 1, "1f1b", 0, False, "none", "sgd", "twice"),
@@ -199,17 +196,17 @@ LAYOUTS = [
 ]
 
 
-def named(keys, values):
-    return dict(zip(keys, values, strict=True))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda values: "-".join(map(str, values)))
-def test_a_layout_waits_for_each_result(late, layout):
-    point = named(KEYS, (*layout, 1, 1)[: len(KEYS)])
-    test_layouts.check_point(late, point, steps=2)
+@pytest.mark.parametrize(
+    "point",
+    few([dict(zip(KEYS, values, strict=False)) for values in LAYOUTS], 5),
+    ids=lambda point: "-".join(map(str, point.values())),
+)
+def test_a_layout_waits_for_each_result(late, point):
+    check_layout(late, *points.fitted(**{"cp": 1} | point))
 
 
 def test_a_validation_waits_for_each_result(late, tokens_dir, tmp_path):
-    test_pipeline.test_validation_is_the_same_in_every_layout(
-        late, tokens_dir, tmp_path, dict(zero=3, comm_timeout=20.0)
-    )
+    fields = dict(train_iters=1, dtype="fp64", comm_timeout=20.0)
+    one = validation_losses(configured(tmp_path / "one", tokens_dir, **fields))
+    many = late.run(2, validation_losses, configured(tmp_path / "many", tokens_dir, zero=3, **fields))
+    assert many == pytest.approx([one] * 2, rel=1e-12), "a `wait` is missing"

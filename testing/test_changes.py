@@ -4,9 +4,9 @@ A change is right on every layout: it trains what the same change trains on one 
 """
 
 import contextlib
-import functools
 import itertools
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,17 +15,15 @@ import torch.nn.functional as F
 
 import reference
 import train
-from accounts.test_ledger import counted
 from errors import UserError
 from model import GPT, MLP, Block, Head, LayerNorm
 from operations import choose
 from parallel.optimizer import RULES, Rule
 from parallel.tensor import ColumnParallelLinear, ParamSpec
 from recovery import checkpoint
-from test_model import plain_gpt
-from testing import tiny
 from testing.compare import same_tensor
-from testing.tiny import built, check_layout, configured, fails, first_step, one_process, tiny_batches, tiny_config
+from testing.record import check_layout, record
+from testing.tiny import built, configured, fails, few, plain_gpt, tiny_batches, tiny_config
 
 LAYOUTS = [  # (processes, fields)
     (2, dict(tp=2)),
@@ -38,21 +36,11 @@ LAYOUTS = [  # (processes, fields)
 ]
 
 
-def changed(change, function, *arguments):
-    """Call a function on a rank, with a change of CHANGES."""
-    with CHANGES[change](), mock.patch.object(tiny, "CURVES", {}):
-        return function(*arguments)
-
-
 def check_change(workers, change, ranks, **fields):
     """Compare a layout with one process, both with the change."""
     data_ranks = ranks // fields.get("tp", 1) // fields.get("pp", 1)
     config = tiny_config(data_ranks // fields.get("cp", 1), **fields)
-
-    def on_ranks(function, *arguments):
-        return workers.run(ranks, changed, change, function, *arguments)
-
-    changed(change, check_layout, [config], on_ranks)
+    check_layout(workers, ranks, config, change=CHANGES[change])
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -89,7 +77,7 @@ def normalize_queries(block, c, **fields):
     block.qkv = NormalizedQueries(block.qkv, c, **fields)
 
 
-@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
 def test_a_replicated_weight_inside_a_pair_has_partial_gradients(workers, ranks, fields):
     check_change(workers, "qk_norm", ranks, optimizer="adamw", **fields)
 
@@ -104,7 +92,7 @@ ENDS = {
 def test_without_partial_a_run_ends_after_its_first_update(workers, tokens_dir, tmp_path, ranks):
     """With more than two data ranks, all tp ranks take the first one's gradient: their copies are equal, and wrong."""
     config = configured(tmp_path, tokens_dir, tp=2)
-    for said in workers.run(ranks, changed, "qk_norm without partial", fails, config):
+    for said in workers.run(ranks, fails, config, CHANGES["qk_norm without partial"]):
         assert said.startswith(ENDS[ranks])
         assert "Then ParamSpec(partial=True)" in said and "\n" not in said
     assert not checkpoint.all_steps(tmp_path)
@@ -125,17 +113,17 @@ def add_gate(block, c):
     block.qkv.bias = replace(block.qkv.bias, decay=True)
 
 
-@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
 def test_muon_updates_what_a_paramspec_calls_a_matrix(workers, ranks, fields):
     check_change(workers, "gate", ranks, optimizer="muon", **fields)
 
 
 def test_muons_update_of_a_new_matrix_is_orthogonal():
     config = tiny_config(1, optimizer="muon", lr=1.0, lr_warmup_iters=0, lr_decay_style="constant")
-    _, _, before, after = changed("gate", one_process, config, 1)
-    step = (after["block0.gate"] - before["block0.gate"]) / (0.2 * config.hidden_size**0.5)
+    one = record(config, 1, CHANGES["gate"])
+    step = (one.after["block0.gate"] - one.before["block0.gate"]) / (0.2 * config.hidden_size**0.5)
     assert torch.linalg.svdvals(step)[-2] > 0.6  # LayerNorm's y has no mean: one value is 0
-    assert (after["block0.qkv.bias"] - before["block0.qkv.bias"]).abs().max() <= 1, "the update is not AdamW's"
+    assert (one.after["block0.qkv.bias"] - one.before["block0.qkv.bias"]).abs().max() <= 1, "the update is not AdamW's"
 
 
 @contextlib.contextmanager
@@ -159,7 +147,7 @@ def window():
     reference.is_causal.cache_clear()
 
 
-@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
 def test_all_kinds_of_attention_share_one_mask(workers, ranks, fields):
     check_change(workers, "window", ranks, **fields)
 
@@ -198,7 +186,7 @@ def dropout():
         yield
 
 
-@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
 def test_dropout_at_a_new_site_has_equal_masks(workers, ranks, fields):
     check_change(workers, "dropout", ranks, dropout=0.2, **fields)
 
@@ -228,15 +216,14 @@ def frozen():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb", "lars", "muon"])
 def test_a_frozen_weight_keeps_its_value_and_is_not_in_the_norm(optimizer):
     config = tiny_config(1, optimizer=optimizer, dtype="fp32")
-    whole, part = first_step(config), changed("frozen", first_step, config)
+    whole, part = record(config), record(config, 3, frozen)
     squares = sum((g**2).sum() for name, (_, _, g) in whole.gradients.items() if not frozen_names(name))
     assert part.norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
-    _, _, before, after = changed("frozen", one_process, config, 3)
-    for name, weight in after.items():
-        assert torch.equal(weight, before[name]) == frozen_names(name), name
+    for name, weight in part.after.items():
+        assert torch.equal(weight, part.before[name]) == frozen_names(name), name
 
 
-@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
 @pytest.mark.parametrize("optimizer", ["adamw", "lars"])
 def test_a_frozen_weight_is_frozen_on_every_layout(workers, ranks, fields, optimizer):
     check_change(workers, "frozen", ranks, optimizer=optimizer, **fields)
@@ -266,7 +253,15 @@ def test_a_wrong_forward_is_named_with_its_place(workers):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-TERMS = {"squared_losses": lambda y: y + 0.1 * y.square(), "doubled_in_place": lambda y: y.mul_(2)}
+def squared(losses):
+    return losses + 0.1 * losses.square()
+
+
+def doubled(losses):
+    return losses.mul_(2)
+
+
+TERMS = {"squared_losses": squared, "doubled_in_place": doubled}
 
 
 @contextlib.contextmanager
@@ -340,7 +335,7 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
         same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], p.grad)
 
 
-@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
 @pytest.mark.parametrize("change", ["squared_losses", "left_out", "smoothing"])
 def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change):
     check_change(workers, change, ranks, **fields)
@@ -349,10 +344,11 @@ def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_ledger_knows_that_forward_computes_the_losses(workers, sequence_parallel):
     config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
-    plain, twice = (workers.run(2, changed, change, counted, [config])[0][0] for change in ("none", "squared_losses"))
-    assert twice[0] == twice[1], "the formula differs from the bytes"
+    changes = contextlib.nullcontext, CHANGES["squared_losses"]
+    plain, twice = (workers.run(2, record, config, 2, change) for change in changes)
+    assert twice[0].sent[0] == twice[0].sent[1], "the formula differs from the bytes"
     rows = "tp", "cross-entropy rows", "all_reduce"
-    assert twice[0][rows][0] == 2 * plain[0][rows][0], "another head computes its losses twice, too"
+    assert twice[0].sent[0][rows][0] == 2 * plain[0].sent[0][rows][0], "another head computes its losses twice, too"
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -427,15 +423,15 @@ def test_an_average_of_the_weights_is_a_moment(workers, zero):
 
 CHANGES = {
     "none": contextlib.nullcontext,
-    **{name: functools.partial(computed_with, term) for name, term in TERMS.items()},
+    **{name: partial(computed_with, term) for name, term in TERMS.items()},
     "left_out": left_out,
-    "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
-    "qk_norm without partial": lambda: another_block(normalize_queries),
+    "qk_norm": partial(another_block, partial(normalize_queries, partial=True, decay=True)),
+    "qk_norm without partial": partial(another_block, normalize_queries),
     "bounded": bounded,
     "window": window,
     "dropout": dropout,
     "smoothing": smoothing,
-    "gate": lambda: another_block(add_gate),
+    "gate": partial(another_block, add_gate),
     "frozen": frozen,
     "own_heads": own_heads,
 }

@@ -38,6 +38,7 @@ def test_the_unchanged_model_passes(tmp_path):
     assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 8, lines
 
 
+@pytest.mark.slow
 def test_options_choose_one_layout(tmp_path):
     code, lines = checked(tmp_path, "--tp=2", "--zero=1")
     assert code == 0 and [line.split(maxsplit=1) for line in lines] == [

@@ -128,16 +128,6 @@ def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, file, row):
     assert ended.value.code == f"different: {name}"
 
 
-MISTAKES = {"--rank=4": (4, {}), "optimizer=lamb": (0, dict(optimizer="lamb")), "dtype=fp16": (0, dict(dtype="fp16"))}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_a_dry_run_refuses_mistakes(message):
-    rank, fields = MISTAKES[message]
-    with pytest.raises(UserError, match=message):
-        dry_run.show(tiny_config(4, **dict(dtype="bf16") | fields), 4, rank)
-
-
 def test_a_dry_run_leaves_nothing_behind():
     before = train.PendingStep, operations.choose
     with pytest.raises(RuntimeError), dry_run.started(bf16(2), 2, 1):

@@ -78,7 +78,6 @@ def test_a_backward_before_its_forward_is_refused_in_the_guides_words(tree, tmp_
         ["parallel/test_schedules.py"],
         ["test_config.py"],
         ["test_layouts.py", "-k", "two-waves or momentum"],
-        ["accounts/test_ledger.py", "-k", "equals_the_formulas"],
     ],
     ids=" ".join,
 )

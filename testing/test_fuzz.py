@@ -1,7 +1,9 @@
-"""After damage or a wrong word, a command works or ends with one line and code 2."""
+"""A mistake ends a command with one line and code 2. A damaged file does, or is no obstacle."""
 
 import importlib
 import json
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from errors import exit_on_user_error
+
+HERE = Path(__file__).parent
 
 SIZES = "num_layers=1 hidden_size=16 vocab_size=257 num_attention_heads=2 seq_length=16 micro_batch_size=2"
 RUN = "global_batch_size=4 eval_iters=1 log_interval=1 train_iters=2 data_dir='data' out_dir='run'"
@@ -43,6 +47,7 @@ def template(tmp_path_factory):
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_text("some words " * 40)
     (folder / "texts/c.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
+    shutil.copytree(HERE.parent / "configs", folder / "configs")
     (folder / "config.py").write_text(f"{SIZES} {RUN}".replace(" ", "\n"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -56,7 +61,7 @@ def template(tmp_path_factory):
 
 
 def end_well(template, tmp_path, monkeypatch, capfd, module, words, damage=lambda: None):
-    """Run a command in a copy of the template."""
+    """Run a command in a copy of the template. Return the line of its mistake, or ""."""
     if module == "convert":
         pytest.importorskip("transformers")
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
@@ -69,6 +74,8 @@ def end_well(template, tmp_path, monkeypatch, capfd, module, words, damage=lambd
     except SystemExit as stop:
         errors = [line for line in capfd.readouterr().err.splitlines() if line and "/s]" not in line]  # no bars
         assert stop.code == 2 and len(errors) == 1 and errors[0].startswith("error: "), errors
+        return errors[0].removeprefix("error: ")
+    return ""
 
 
 FILES = [(module, words.split(), file) for module, words, files in COMMANDS for file in files.split()]
@@ -86,3 +93,38 @@ def test_a_damaged_file_is_one_line_or_no_obstacle(template, tmp_path, monkeypat
 def test_a_wrong_word_is_one_line_or_no_obstacle(template, tmp_path, monkeypatch, capfd, module, words, wrong):
     end_well(template, tmp_path, monkeypatch, capfd, module, [*words.split(), wrong])
     end_well(template, tmp_path, monkeypatch, capfd, module, [wrong, *words.split()[1:]])
+
+
+# --- mistakes.txt -----------------------------------------------------------------------------------------------------
+
+
+def put_in_place(deeds):
+    """Do what the second column of mistakes.txt says."""
+    for verb, path, text in (f"{deed}  ".split(" ", 2) for deed in filter(None, deeds.split(" ; "))):
+        text = text.strip()
+        Path(path).parent.mkdir(exist_ok=True)
+        if verb == "rm":
+            (shutil.rmtree if Path(path).is_dir() else os.unlink)(path)
+        elif verb == "cut":
+            os.truncate(path, int(text))
+        elif verb == "write":
+            Path(path).write_text(text + "\n")
+        elif verb == "edit":
+            before, (old, new) = Path(path).read_text(), text.split(" -> ")
+            assert old in before, before
+            Path(path).write_text(before.replace(old, new))
+        else:
+            {"pipe": os.mkfifo, "mkdir": os.mkdir}[verb](path)
+
+
+ROW = re.compile(r"(\w\S*) (.*?) \| ?(.*?) ?\| (.+)")
+MISTAKES = [*map(ROW.fullmatch, (HERE / "mistakes.txt").read_text("utf-8").splitlines())]
+
+
+@pytest.mark.parametrize("row", [row.groups() for row in MISTAKES if row][1:], ids=" ".join)
+def test_a_mistake_is_this_line(template, tmp_path, monkeypatch, capfd, row):
+    module, words, deeds, line = row
+    monkeypatch.setattr("train.train_step", None)  # nothing is trained before it
+    module = "bench.__main__" if module == "bench" else module
+    said = end_well(template, tmp_path, monkeypatch, capfd, module, words.split(), lambda: put_in_place(deeds))
+    assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".*"), said), said

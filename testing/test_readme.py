@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import config
-from test_tokenizer import write_llamas
+from testing.vocabularies import write_llamas
 
 HERE = Path(__file__).parent.parent
 PAGES = "README.md", "SLIDES.md", "GUIDE.md", "MEASURED.md", "NOTES.md"

@@ -1,33 +1,29 @@
-"""Train a tiny model on any layout, and compare it with one process."""
+"""A tiny model, its configurations and its data. `record.py` trains it on any layout."""
 
 import contextlib
-import functools
-import itertools
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train
 from accounts.metrics import read_metrics
-from config import Config, layout_of
+from config import Config
 from data import training_samples
 from errors import UserError
-from model import GPT
-from parallel.comm import all_gather
 from parallel.mesh import Mesh
 from parallel.schedules import Action
 from parallel.watch import Tool
-from recovery import replicas
-from testing.compare import FirstStep, differences
 
 CPU = torch.device("cpu")
 STEPS = 8
-FEW = 2  # steps of most runs
 TINY = dict(
     num_layers=2, hidden_size=32, num_attention_heads=8, seq_length=8, vocab_size=100, train_iters=STEPS,
     global_batch_size=24, lr=3e-2, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-6, clip_grad=0.1,
@@ -35,13 +31,6 @@ TINY = dict(
 )  # fmt: skip
 
 
-# (dp, tp, sequence parallel): dp * tp = 2, 4 or 8; with dp=3 shards need padding
-LAYOUTS = [
-    (dp, tp, sp)
-    for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
-    for sp in (False, True)
-    if tp > 1 or not sp
-]
 CHECKED = [  # the layouts of check.py: each pair of schemes in one of them
     dict(dp=2, zero=3),
     dict(tp=2),
@@ -51,7 +40,15 @@ CHECKED = [  # the layouts of check.py: each pair of schemes in one of them
     dict(dp=4, zero=2, zero_copies=2),
     dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
 ]
-CURVES = {}  # of one process
+
+
+def slow(value):
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+
+def few(values, n=1):
+    """Return the values of a test. All but the first n are slow."""
+    return [value if i < n else slow(value) for i, value in enumerate(values)]
 
 
 def write_tokens(folder, train=4000, val=700, test=300, vocab_size=100, tokenizer="bytes", seed=0):
@@ -86,17 +83,6 @@ def tiny_batches(run, vocab_size=None, reader=None):
         numbers = torch.from_numpy(numbers)
         tokens = table[numbers % len(table)]
         yield run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], numbers)
-
-
-def parameters(run):
-    """Return copies, {parameter: this rank's tp slice}."""
-    return {p.spec.name: p.detach().clone() for p in run.zero.whole_parameters()}
-
-
-def gradients(run):
-    """Return copies, {parameter: (begin, end, values)}, of the elements that this rank updates."""
-    pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
-    return {p.spec.name: (p.begin, p.end, p.of(bucket.grad.shard).clone()) for bucket, p in pieces}
 
 
 def built(config, mesh=None):
@@ -145,69 +131,6 @@ def wrong_gradients(run):
     return f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}" if wrong else ""
 
 
-# --- a layout ---------------------------------------------------------------------------------------------------------
-
-
-def train_tiny(config, steps=STEPS, mesh=None):
-    """Train on this rank. Return (losses, gradient norms, parameters before, parameters after)."""
-    return trained(config, steps, mesh)[:4]
-
-
-def trained(config, steps=STEPS, mesh=None):
-    """Return what `train_tiny` returns, then the copies that differ (`replicas.differing_copies`)."""
-    run = built(config, mesh)
-    before, batches = parameters(run), tiny_batches(run)
-    done = [train.train_step(run, batches).read() for _ in range(steps)]
-    copies = replicas.differing_copies(run.zero)
-    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
-
-
-def train_each(configs, steps=FEW):
-    """Call `trained` with each configuration, on one mesh."""
-    mesh = Mesh.of(configs[0])
-    return [trained(config, steps, mesh) for config in configs]
-
-
-def one_process_config(config):
-    """Return the same training on one process, with one micro-batch a step."""
-    return replace(config, micro_batch_size=config.global_batch_size, **layout_of(Config()))
-
-
-def one_process(config, steps=FEW):
-    """Return `train_tiny` of `one_process_config`."""
-    one = one_process_config(config)
-    key = steps, *vars(one).values()
-    if key not in CURVES:
-        CURVES[key] = train_tiny(one, steps)
-    return CURVES[key]
-
-
-def assert_same_model(results, reference, config, specs, first_step=None):
-    """Fail unless every rank's run is that of one process. Arguments: `testing.compare.differences`."""
-    assert all(norm > config.clip_grad for norm in reference[1]), "clipping must change every step"
-    message = differences(results, reference, config, specs, first_step)
-    if message:
-        pytest.fail(message, pytrace=False)
-    assert not any(result[4:] != ([],) for result in results), (
-        f"copies differ, a sum or its `wait` is missing: {[result[4:] for result in results]}"
-    )
-
-
-def check_layout(configs, on_ranks, steps=FEW):
-    """Train with each configuration, on one mesh. Compare each run with one process.
-
-    on_ranks(function, *arguments) returns the function's results of all ranks.
-    """
-    by_rank = on_ranks(train_each, configs, steps)
-    for config, results in zip(configs, zip(*by_rank, strict=True), strict=True):
-        again = functools.partial(first_steps, on_ranks, config)
-        assert_same_model(results, one_process(config, steps), config, specs(config), again)
-
-
-def specs(config):
-    return GPT(config, Mesh().tp).specs()
-
-
 class AfterActions(Tool):
     """Calls a function after each action."""
 
@@ -221,108 +144,69 @@ class AfterActions(Tool):
             self.function()
 
 
-# --- after a failure: the first step, with its gradients --------------------------------------------------------------
+# --- the model in plain PyTorch ---------------------------------------------------------------------------------------
 
 
-def first_step(config):
-    """Run the first step on this rank, and copy its gradients before the update."""
-    run, found = built(config), {}
-    update = run.zero.update
+def plain_gpt(run, ids, targets):
+    """Return every token's loss in plain PyTorch, with the same weights."""
+    c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
 
-    def keep_gradients(scalars):
-        found.update(gradients(run))
-        update(scalars)
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
 
-    run.zero.update = keep_gradients
-    step = train.train_step(run, tiny_batches(run)).read()
-    return FirstStep(step.loss, step.grad_norm, found, parameters(run))
-
-
-def gradient_of_each_micro_batch(one, config, dp):
-    """Return {(data rank, micro-batch): {parameter: gradient}}, whose sum is the step's gradient."""
-    m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
-    run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
-    for d in range(dp):
-        batches = tiny_batches(run, reader=(d, dp))
-        for j in range(m):
-            run.zero.zero_grad()
-            run.executor.run(batches, 1, 1 / (m * dp))
-            shares[d, j] = {name: values for name, (_, _, values) in gradients(run).items()}
-    return shares
+    b, s = ids.shape
+    x = F.embedding(ids, w["word.weight"]) + w["embedding.position"][:s]
+    for i in range(c.num_layers):
+        qkv_w, qkv_b = w[f"block{i}.qkv.weight"].flatten(0, 1), w[f"block{i}.qkv.bias"].flatten()
+        q, k, v = F.linear(norm(x, f"block{i}.ln1"), qkv_w, qkv_b).chunk(3, -1)
+        q, k, v = (t.view(b, s, c.num_attention_heads, -1).transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.transpose(2, 3) / math.sqrt(c.head_size)).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = x + F.linear(y, w[f"block{i}.proj.weight"], w[f"block{i}.proj.bias"])
+        y = F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"])
+        y = F.relu(y) if c.activation == "relu" else F.gelu(y, approximate="tanh")
+        x = x + F.linear(y, w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
+    logits = F.linear(norm(x, "head.ln"), w["word.weight"])[..., : c.vocab_size]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
 
-def outputs(config):
-    """Run a step on this rank. Return {(module, k): (its rows of the batch, its k-th output)}, in the order of forward.
-
-    Only the first micro-batch counts.
-    """
-    run, found, current = built(config), {}, []
-
-    def begin(unit, arguments):
-        rows = arguments[1].rows
-        current[:] = rows, all_gather(rows, run.mesh.tp, "rows").wait() if config.sequence_parallel else rows
-
-    def keep(name, result):
-        for k, x in enumerate(result if isinstance(result, tuple) else (result,)):
-            rows = next((rows for rows in current if len(rows) == len(x)), None)
-            if rows is not None and x.dim() == 2:
-                found.setdefault((name, k), (rows.clone(), x.detach().clone()))
-
-    names = ["embedding", *(f"block{i}" for i in range(config.num_layers)), "head"]
-    for unit, name in zip(run.model.units, names, strict=True):
-        unit.register_forward_pre_hook(begin)
-        for inner, module in unit.named_modules():
-            full = f"{name}.{inner}".rstrip(".")
-            module.register_forward_hook(lambda _, __, result, full=full: keep(full, result))
-    train.train_step(run, tiny_batches(run)).read()
-    return found
+# --- what a step keeps ------------------------------------------------------------------------------------------------
 
 
-def place(ranks, one, tp):
-    """Return a line: the first module whose output differs from one process's. ranks, one: results of `outputs`."""
-    right = "the ids"
-    for key, (rows, whole) in one.items():
-        for rank, (mine, x) in ((rank, found[key]) for rank, found in enumerate(ranks) if key in found):
-            theirs = whole[torch.searchsorted(rows, mine)]
-            theirs = theirs.chunk(tp, 1)[rank % tp] if x.shape[1] < theirs.shape[1] else theirs
-            if x.shape == theirs.shape and not torch.allclose(x, theirs, rtol=1e-9, atol=1e-11):
-                worst = (x - theirs).abs().max() / theirs.abs().max()
-                return f"Forward is right up to {right}, and first differs in {key[0]} (rank {rank}: by {worst:.0e})."
-        right = key[0]
-    return ""
+def storages(config):
+    """Return which (parameters, gradients) are whole in block1's F and after a step."""
+    run, seen = built(config), []
+    block, buckets = run.model.units[2], run.zero.buckets
+    forward = block.forward
+
+    def whole(kind):
+        return {name for name, b in buckets.items() if getattr(b, kind).whole.untyped_storage().size()}
+
+    def watching(*arguments):
+        seen.append((whole("param"), whole("grad")))
+        return forward(*arguments)
+
+    block.forward = watching
+    train.train_step(run, tiny_batches(run))
+    return seen[0], (whole("param"), whole("grad"))
 
 
-def first_steps(on_ranks, config):
-    """Run the first step again, for the fields of `compare.Case`: on the ranks, on one process, each micro-batch alone,
-    without dropout, and for the place where a forward differs.
-    """
-    steps, one = on_ranks(first_step, config), one_process_config(config)
-    dp, whole = len(steps) // (config.tp * config.cp * config.pp), replace(config, dropout=0.0)
-    losses = [step.loss for step in on_ranks(first_step, whole)] if config.dropout else [math.nan]
-    dropout_only = losses == pytest.approx([first_step(one_process_config(whole)).loss] * len(losses), rel=1e-10)
-    where = place(on_ranks(outputs, config), outputs(one), config.tp)
-    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp), dropout_only, where
+def waiting_in_block(config):
+    """Return the buckets whose gathers run after a step, and in the next step's F of block1."""
+    run = built(config)
+    batches, block, seen = tiny_batches(run), run.model.units[2], []
+    train.train_step(run, batches)
 
+    def waiting():
+        return [bucket.name for bucket in run.zero.in_order if bucket.gathering and bucket.gathering.work]
 
-# --- points of a grid -------------------------------------------------------------------------------------------------
+    def watching(*arguments, forward=block.forward):
+        seen.append(waiting())
+        return forward(*arguments)
 
-
-def covering(points, chosen=()):
-    """Choose points until these and `chosen` contain every pair of values."""
-    table = pairs_of([*chosen, *points])
-    left, table, more = ~table[: len(chosen)].any(0), table[len(chosen) :], []
-    while left.any():
-        best = table[:, left].sum(1).argmax()
-        left &= ~table[best]
-        more.append(points[best])
-    return more
-
-
-def pairs_of(points):
-    """Return which pairs of values the points contain, bool [points, pairs]."""
-    codes = [np.unique([str(point[axis]) for point in points], return_inverse=True)[1] for axis in points[0]]
-    numbers = [a * (b.max() + 1) + b for a, b in itertools.combinations(codes, 2)]
-    return np.concatenate([number[:, None] == np.unique(number) for number in numbers], 1)
+    at_rest, block.forward = waiting(), watching
+    train.train_step(run, batches)
+    return at_rest, seen[0]
 
 
 # --- whole runs, with files -------------------------------------------------------------------------------------------
@@ -349,9 +233,11 @@ def tensor_files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "index.json"}
 
 
-def fails(config):
+def fails(config, change=contextlib.nullcontext):
+    """Return the message of a run's UserError, within a change."""
     try:
-        go(config)
+        with change():
+            go(config)
     except UserError as error:
         assert error.agreed, "every rank would print the line"
         return str(error)
@@ -360,3 +246,31 @@ def fails(config):
 def validation_losses(config):
     go(config)
     return list(read_metrics(Path(config.out_dir) / "metrics.jsonl").values())[-1]["validation_loss"]
+
+
+def refusal(function, *arguments):
+    """Return the one line of the UserError that a call raises."""
+    with pytest.raises(UserError) as error:
+        function(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# takes the lock, forks a worker, and waits until stdin is closed
+HOLDER = """
+import os, sys
+from errors import locked
+with locked(sys.argv[1], ""):
+    if os.fork():
+        print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def held_elsewhere(path):
+    """A process with a worker holds the lock of the file `path` while the block runs."""
+    command, pipes = [sys.executable, "-c", HOLDER, str(path)], dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, cwd=Path(__file__).parent.parent, **pipes) as process:
+        assert process.stdout.readline() == b"locked\n"
+        yield process

@@ -1,0 +1,175 @@
+"""The grid of layouts: its points, and the few of them that stand for the others.
+
+A point is a layout, {axis: value} of SIZES, OTHERS, LATER and "extra". `fitted` makes a configuration of it.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+import config as configuration
+from config import CHOICES
+from errors import UserError
+from parallel import schedules, simulation
+from parallel.optimizer import RULES
+from testing.tiny import tiny_config
+
+OPTIMIZERS = ["sgd", "adamw", "lamb", "lars", "muon"]  # each point has one; a rule of yours has points of its own
+SIZES = {"dp": [1, 2, 4, 8, 3, 6], "tp": [1, 2, 4, 8], "pp": [1, 2, 4, 8], "cp": [1, 2, 4]}
+OTHERS = {
+    "schedule": list(schedules.SCHEDULES),
+    "zero": [0, 1, 2, 3],
+    "sequence_parallel": [False, True],
+    "recompute": ["none", "full"],
+    "optimizer": OPTIMIZERS,
+    "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
+}
+# A new axis comes here, with its usual value first: then the names of old points stay (`name`, `with_optimizer`).
+LATER = {"order": CHOICES["order"], "zero_copies": [1, 2, 3, 4], "extra": [""]}
+LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
+EXTRAS = {  # each point comes twice: without any of these, and with one of them
+    "llama": LLAMA,
+    "groups of 4": LLAMA | dict(num_query_groups=2, recompute="elementwise"),
+    "untied": LLAMA | dict(num_query_groups=0, untie_embeddings_and_output_weights=True, rotary_base=77.0),
+    "relu": dict(activation="relu"),
+    "elementwise": dict(recompute="elementwise"),
+    "relu elementwise": dict(activation="relu", recompute="elementwise"),
+    "offload": dict(offload=True),
+    "no dropout": dict(dropout=0.0),
+}
+
+
+def number_of_micro_batches(word, pp):
+    return {"one": 1, "fewer than stages": pp - 1, "stages": pp, "not a multiple": pp + 1, "twice": 2 * pp}[word]
+
+
+@functools.cache
+def can_run(schedule, stages, m):
+    try:
+        return bool(simulation.build(schedule, stages, m, schedules.usual_chunks(schedule)))
+    except UserError as error:  # "stages=3: ...": the schedule needs another number
+        return "=" not in str(error).partition(":")[0]
+    except Exception:  # a defect, whatever it raises: the point stays, and its test fails
+        return True
+
+
+def fits(dp, tp, pp, cp, schedule, zero, zero_copies, sequence_parallel, micro_batches, order, **_):
+    """Return False if the values do not go together, or a simpler point is the same layout."""
+    redundant = (
+        (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
+        or (pp == 2 and micro_batches == "fewer than stages")
+        or (dp * cp == 1 and zero)
+        or (zero_copies > 1 and (not zero or dp * cp <= zero_copies or dp * cp % zero_copies))
+        or (tp == 1 and sequence_parallel)
+        or (1 in (dp, pp) and order != "dp-pp-tp")
+    )
+    return not redundant and can_run(schedule, pp, number_of_micro_batches(micro_batches, pp))
+
+
+def ranks(dp, tp, pp, cp, **_):
+    return dp * tp * pp * cp
+
+
+@functools.cache
+def points():
+    """Return all points: each layout on 2 to 8 ranks, with one optimizer, without and with one of EXTRAS."""
+    others = OTHERS | LATER | {"optimizer": OPTIMIZERS[:1]}
+    sizes = [values for values in itertools.product(*SIZES.values()) if 2 <= math.prod(values) <= 8]
+    found = (dict(zip(SIZES | others, a + b, strict=True)) for a in sizes for b in itertools.product(*others.values()))
+    plain = [point for point in found if fits(**point)]
+    yours = [point | dict(optimizer=rule) for point in plain for rule in RULES if rule not in OPTIMIZERS]
+    return [*map(with_optimizer, plain), *map(with_optimizer, map(with_extra, plain)), *yours]
+
+
+def with_extra(point):
+    """Choose one of EXTRAS from a point's values."""
+    fit = [
+        extra
+        for extra, fields in EXTRAS.items()
+        if (point["recompute"] == "none" or "recompute" not in fields)
+        and not (fields.get("num_query_groups") or 8) % point["tp"]
+    ]
+    return point | dict(extra=fit[zlib.crc32(str(point).encode()) % len(fit)])
+
+
+def with_optimizer(point):
+    """Choose a point's optimizer from its values that are not the first ones, so a new axis does not change it.
+
+    An optimizer sees the mesh and the pieces of ZeRO, so it meets all of these. The other settings change gradients.
+    """
+    usual = {axis: values[0] for axis, values in (SIZES | OTHERS | LATER).items()}
+    others = [f"{axis}{value}" for axis, value in point.items() if axis != "optimizer" and value != usual[axis]]
+    number = sum(zlib.crc32(text.encode()) for text in others)
+    return point | dict(optimizer=OPTIMIZERS[number % len(OPTIMIZERS)])
+
+
+def name(point):
+    left_out = ["cp"] * (point["cp"] == 1)
+    left_out += [axis for axis, (usual, *_) in LATER.items() if point[axis] == usual]
+    values = [value for axis, value in point.items() if axis not in left_out]
+    return "-".join(map(str, values)).replace(" ", "_")
+
+
+def fitted(dp, tp, pp, cp, schedule, micro_batches, extra="", **fields):
+    """Return (number of processes, configuration) of a point. Raises UserError if users are refused this layout."""
+    chunks = schedules.usual_chunks(schedule)
+    layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one has no block
+    fields |= dict(schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2, lr=5e-3, dropout=0.1)
+    batch = 2 * dp * number_of_micro_batches(micro_batches, pp)
+    config = tiny_config(dp, tp, pp=pp, cp=cp, global_batch_size=batch, **fields | EXTRAS.get(extra, {}))
+    configuration.check(config, dp * tp * pp * cp)
+    return dp * tp * pp * cp, config
+
+
+# --- the points that stand for the others (`covering.py` chooses them) ------------------------------------------------
+
+FILE = Path(__file__).with_name("covering.txt")
+
+
+def listed():
+    """Return (the points of covering.txt for every run, those for a slow one).
+
+    If the program has a new value (a schedule or an optimizer of yours), the first also have each pair with it.
+    """
+    by_name = {name(point): point for point in points()}
+    parts = FILE.read_text("utf-8").split("\n\n")[1:]
+    quick, slow = ([by_name[line] for line in part.split()] for part in parts)
+    known = {(axis, value) for point in quick for axis, value in point.items()}
+    new = [point for point in points() if ranks(**point) <= 4 and not point.items() <= known]
+    return quick + [new[i] for i in cover(sets_of(new, 2), [])] if new else quick, slow
+
+
+def cover(table, chosen):
+    """Choose rows of a bool table, until these and the rows `chosen` have a True in every column that has one."""
+    rows, left = list(chosen), table.any(0) & ~table[chosen].any(0)
+    while left.any():
+        rows.append(int(table[:, left].sum(1).argmax()))
+        left &= ~table[rows[-1]]
+    return rows
+
+
+def sets_of(points, size):
+    """Return which single values (size 1) or pairs of values (size 2) the points contain, bool [points, sets]."""
+    codes = [np.unique([str(point[axis]) for point in points], return_inverse=True)[1] for axis in points[0]]
+    groups = map(np.stack, itertools.combinations(codes, size))
+    groups = [np.unique(group, axis=1, return_inverse=True)[1] for group in groups]
+    return np.concatenate([group[:, None] == np.unique(group) for group in groups], 1)
+
+
+# --- schedules alone --------------------------------------------------------------------------------------------------
+
+COST = {"F": 1.0, "B": 2.1, "I": 1.2, "W": 0.9}
+
+
+def all_of_them(stages, microbatches):
+    """Yield (name, p, m, chunks) for each schedule and each of these sizes that the schedule accepts."""
+    for name, p, m in itertools.product(schedules.SCHEDULES, stages, microbatches):
+        for chunks in (2, 3) if name == "interleaved" else [schedules.usual_chunks(name)]:
+            with contextlib.suppress(UserError):
+                schedules.SCHEDULES[name](p, m, chunks)
+                yield name, p, m, chunks
