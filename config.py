@@ -8,6 +8,7 @@ case, or the comment gives its name.
 """
 
 import argparse
+import functools
 import inspect
 import math
 import re
@@ -366,12 +367,18 @@ def check_layout(c, world):
     why = f"makes {most:,} micro-batches in an update; should be at most {MOST_MICRO_BATCHES:,.0f}"
     require(c, "global_batch_size", most <= MOST_MICRO_BATCHES, why)
     m = number_of_micro_batches(c, batch, data_ranks)
-    short = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
+    short = min(m, c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     require(c, "chunks", c.chunks <= c.num_layers + 2, f"should be at most num_layers + 2 = {c.num_layers + 2}")
-    parts = max(simulation.build(c.schedule, c.pp, short, c.chunks).parts) + 1
+    parts = parts_of(schedules.SCHEDULES.get(c.schedule), c.schedule, c.pp, short, c.chunks)
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return data_ranks
+
+
+@functools.cache
+def parts_of(function, *sizes):
+    """Return into how many parts a schedule cuts the model. Raises UserError. function: its own, for the cache."""
+    return max(simulation.build(*sizes).parts) + 1
 
 
 def remedy(c, batch, dp):

@@ -31,7 +31,7 @@ v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of t
 bubble: share of the whole step, in which all ranks end together. days: of train_iters, or of --tokens.
 waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
 Expected error of a step of a GPT on A100 and H100: {seconds.ERRORS[4096]:.0%} with samples of 2,048 tokens (17 of 19
-published runs), {seconds.ERRORS[65536]:.0%} with more than 4,096. For V100 it is unknown; one run of Llama: 1%."""
+published runs), {seconds.ERRORS[65536]:.0%} with more than 4,096. For V100 it is unknown; one run of Llama: 2%."""
 
 
 def whole(text):
@@ -59,16 +59,10 @@ def entry(facts):
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in bytes_kept.items() if size >= 0.05 * GB)
     binds, memory = facts["binds"], sum(bytes_kept.values()) / GB
-    for option, key in [("order", "order_seconds"), ("zero_copies", "copies_seconds")]:
-        for value, other in facts[key].items():
-            if other < 0.999 * step:
-                binds += f"; {step / other - 1:.1%} faster with --{option}={value}"
+    for words, other in facts["other_seconds"].items():
+        if other < 0.999 * step:
+            binds += f"; {step / other - 1:.1%} faster with {words}"
     return ROW.format(**facts | facts["layout"] | dict(memory=memory, waits=waits, parts=parts, binds=binds))
-
-
-def explain(name, formula, value):
-    """Print a line. Times are in seconds."""
-    print(f"{name:<37} {formula:<63} {value:>12.5g}")
 
 
 def parse(arguments):
@@ -96,10 +90,11 @@ def plan(options, config, device, fields):
         chosen = [*fit[: options.top or 10], *rest[:1]] or [replace(config, **plain)]
         lines = [f"{len(layouts):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
     configuration.check(chosen[0], gpus)
+    facts = [search.facts_of(c, gpus, device, options.tokens) for c in (chosen[:1] if options.explain else chosen)]
+    facts.sort(key=search.sort_key)
     if options.explain:
-        facts = [search.facts_of(chosen[0], gpus, device, options.tokens, say=explain)]
-    else:
-        facts = sorted((search.facts_of(c, gpus, device, options.tokens) for c in chosen), key=search.sort_key)
+        for name, formula, value in [*facts[0]["arithmetic"], ("step", "sum", facts[0]["step_seconds"])]:
+            print(f"{name:<37} {formula:<63} {value:>12.5g}")
     text = "\n".join([*lines, TITLES, *map(entry, facts), LEGEND])
     print(json.dumps(facts, indent=1) if options.json else text)
 

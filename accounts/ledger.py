@@ -184,14 +184,14 @@ def occasions_of(layout, schedule, pp_rank, data_rank, letters):
 
 def letters_of_rank(layout, schedule, rank, real_losses):
     """Return the letters of a layer, of a micro-batch and of a boundary. blocks: forwards of blocks in a step."""
-    c, matrices, tokens = layout.config, matrices_of(layout.config), tokens_of_rank(layout.config)
+    c, tokens = layout.config, tokens_of_rank(layout.config)
     actions, last = schedule.actions[rank], len(layout.unit_specs) - 1
     forwards = Counter(unit for kind, _, chunk in actions if kind == "F" for unit in layout.units[chunk])
     embeddings, heads, pieces = forwards[0], forwards[last], math.ceil(tokens / ROWS)
     losses = heads * (1 + real_losses)
     return dict(
-        columns=[tokens * m.inputs for m in matrices.of_kind("column")],
-        rows=[tokens * m.outputs for m in matrices.of_kind("row")],
+        columns=[tokens * m.inputs for m in matrices_of(c, "column")],
+        rows=[tokens * m.outputs for m in matrices_of(c, "row")],
         runs=2 if c.recompute == "full" else 1,
         kv=2 * tokens * c.hidden_size // c.tp,
         h=c.hidden_size,

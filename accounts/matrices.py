@@ -1,21 +1,11 @@
-"""The matrices of a model, read from its table of `ParamSpec`s, and the formulas that belong to it.
-
-    matrices         of any model                    FLOPs, collectives of tp, operands of W, Muon, products of plan.py
-    kept, passes     of gpt2.py and llama.py here    activations, elementwise operations in plan.py
-
-A formula is not used if the model has another number of parameters than `parameters` there: then the model has been
-changed. Activations are then measured (`meta.py`), and plan.py refuses.
-"""
+"""The matrices of a model's block, read from its table of `ParamSpec`s: for FLOPs, collectives of tp, W and Muon."""
 
 import math
 from functools import cache
 from typing import NamedTuple
 
-from accounts import gpt2, llama
 from config import SECTIONS, Config
 from model import unit_specs
-
-FORMULAS = {"model": gpt2, "llama": llama}
 
 
 class Matrix(NamedTuple):
@@ -36,31 +26,23 @@ class Matrix(NamedTuple):
         return (self.inputs, outputs // t) if self.kind == "column" else (self.inputs // t, outputs)
 
 
-class Matrices(NamedTuple):
-    """The matrices of one block, and what a rank computes beside them if `formulas` is not None."""
-
-    block: list
-    head: int  # elements
-    formulas: object  # a module, or None
-
-    def of_kind(self, *kinds):
-        return [m for m in self.block if m.kind in kinds]
+def matrices_of(c, *kinds):
+    """Return the Matrices of one block of the model of a Config. kinds: only these."""
+    block, _ = shapes(**{name: getattr(c, name) for name in SECTIONS["model"]})
+    return [m for m in block if not kinds or m.kind in kinds]
 
 
-def matrices_of(c):
-    """Return the Matrices of the model of a Config."""
-    return _matrices(**{name: getattr(c, name) for name in SECTIONS["model"]})
+def head_elements(c):
+    """Return the number of weights in the head, in GPT-2 V h."""
+    return shapes(**{name: getattr(c, name) for name in SECTIONS["model"]})[1]
 
 
 @cache
-def _matrices(**fields):
-    c = Config(**fields)
-    units, formulas = unit_specs(c), FORMULAS.get(c.model)
-    shapes = {spec.name: spec.shape for unit in units for spec in unit}
-    if formulas and formulas.parameters(c) != sum(map(math.prod, shapes.values())):
-        formulas = None
+def shapes(**fields):
+    """Return (Matrices of a block, elements of the head's matrices)."""
+    units = unit_specs(Config(**fields))
     block, head = ([matrix(spec) for spec in units[i] if spec.std and len(spec.shape) > 1] for i in (1, -1))
-    return Matrices(block, sum(m.elements for m in head), formulas)
+    return block, sum(m.elements for m in head)
 
 
 def matrix(spec):

@@ -12,7 +12,7 @@ element of parameters, gradients, master weights and moments. fp32 parameters ar
       2       2P + 14P/n                 2P + 16P/n               4P + 12P/n             gradients too
       3            16P/n                      18P/n                    16P/n             parameters too
 
-**Activations** that a block of GPT-2 keeps of one micro-batch (`gpt2.kept`; Korthikanti et al., arXiv 2205.05198,
+**Activations** that a block of GPT-2 keeps of one micro-batch (Korthikanti et al., arXiv 2205.05198,
 Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for each:
 
     kept for backward           ours         the paper
@@ -32,9 +32,10 @@ Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for e
     ... elementwise             2 + 8/t      -           without the inputs of qkv, fc1 and, with GELU, fc2
     ... full recomputation      1            2           plus one block's sum within a backward (`RECOMPUTED`)
 
-The formulas add the ids and, for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp)
-and the last LayerNorm's output. All of this counts once per micro-batch in flight. The row `PEAK` is the largest
-sum after an action. A changed model has no formula: `meta.py` measures its units, or the row is None.
+No code has this table: `meta.py` measures the units of any model, and a test compares. There are also the ids and,
+for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp) and the last LayerNorm's
+output. All of this counts once per micro-batch in flight. The row `PEAK` is the largest sum after an action. It is None
+if the units don't run on tensors without values.
 
 The action I frees these tensors, but until W a rank keeps the operands of W: input x and output's gradient dy of all
 linears. In GPT-2 they take as much as the freed tensors: 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). Sequence parallelism
@@ -76,7 +77,7 @@ class Sizes(NamedTuple):
 
     item: int  # a parameter, or an element of an activation
     wide: int  # gradients, master weights, moments, losses: 4, in fp64 8
-    statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, else `item`
+    on_cpu: bool
     tokens: int  # bs/cp: rows between a column and a row parallel linear
     rows: int  # rows elsewhere: with sequence parallelism tokens/t
     has_masters: bool  # True if master weights have their own buffer
@@ -85,7 +86,7 @@ class Sizes(NamedTuple):
 def sizes(c, item, wide, on_cpu):
     has_masters = item != wide or (c.offload and not on_cpu)
     tokens = tokens_of_rank(c)
-    return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), has_masters)
+    return Sizes(item, wide, on_cpu, tokens, rows_outside(c), has_masters)
 
 
 def predict_kept(layout, schedule, rank, z):
@@ -164,17 +165,14 @@ def whole_gradients(layout, schedule, rank, z):
 
 
 def unit_activations(c, z):
-    """Return {unit: bytes} of a micro-batch: by the formulas of the model, or measured. None: neither is possible."""
-    formulas = matrices_of(c).formulas
-    if formulas is None:
-        return meta.kept(c, z.item)
-    return {unit: sum(table.values()) for unit, table in formulas.kept(c, z).items()}
+    """Return {unit: bytes} of a micro-batch, or None."""
+    units = meta.work_of(c, z.item, z.on_cpu)
+    return units and {name: work.saved for name, work in units.items()}
 
 
 def operand_elements(c, z):
     """Return the elements of W's operands, x and dy of the linears of a block."""
-    matrices = matrices_of(c)
-    return sum(z.tokens * sum(m.local(c.tp)) for m in matrices.of_kind("column", "row"))
+    return sum(z.tokens * sum(m.local(c.tp)) for m in matrices_of(c, "column", "row"))
 
 
 class ChunkBytes(NamedTuple):

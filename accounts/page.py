@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import config as configuration
-from accounts import bubbles, figures, gpt2, memory
+from accounts import bubbles, figures, memory, meta
 from accounts.devices import DEVICES
 from accounts.search import RESERVED, SHORT, has_head, model_of
 from errors import UserError, exit_on_user_error, explained, reading
@@ -57,7 +57,7 @@ def lists(name, p, m, v):
 
 @cache
 def model_named(name):
-    return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"), "bf16")
+    return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"))
 
 
 @cache
@@ -123,7 +123,7 @@ def logits(model, tp, b):
 @or_error
 def blocks(model, tp, sp, recompute):
     c = replace(model_named(model).config, tp=tp, sequence_parallel=bool(sp), recompute=recompute)
-    return gpt2.kept(c, memory.sizes(c, 2, 4, on_cpu=False))["block"]
+    return {"Korthikanti's table in memory.py": meta.work_of(replace(c, micro_batch_size=1), 2)["block"].saved}
 
 
 TABLES = {

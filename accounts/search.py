@@ -25,7 +25,8 @@ from itertools import product
 import config as configuration
 from accounts import ledger, memory
 from accounts.flops import hardware_flops, model_flops
-from accounts.matrices import FORMULAS, matrices_of
+from accounts.matrices import matrices_of
+from accounts.meta import work_of
 from accounts.seconds import ERRORS, Step, schedule
 from errors import UserError
 from model import unit_specs
@@ -69,35 +70,38 @@ class Model:
     def __init__(self, config):
         self.config, self.unit_specs, self.item = config, unit_specs(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)
-        self.parameters = matrices_of(config).formulas.parameters(config)
+        self.parameters = sum(math.prod(spec.shape) for spec in {spec for unit in self.unit_specs for spec in unit})
         self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
+        self.sizes = cache(lambda layout: memory.sizes(layout.config, self.item, self.wide, on_cpu=False))
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` with these FIELDS and b = 1, and add its `memory.Sizes`."""
+        """Return the `layout.Layout` with these FIELDS and b = 1, which keeps its buckets."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
         layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
-        layout.buckets, layout.sizes = cache(layout.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
+        layout.buckets = cache(layout.buckets)
         return layout
 
     def rows(self, layout, m, rank):
-        c = layout.config
-        return ledger.predict_sent(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
+        """Return [(row's key, what it grows with, calls, bytes)]."""
+        c, per = layout.config, ledger.how_often(layout)
+        numbers = schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide
+        return [(key, per[key], *row) for key, row in ledger.predict_sent(layout, *numbers).items()]
 
     def sent(self, layout, m, b, rank):
         """Return the table of `ledger.predict_sent`. The calls of the cross-entropy rows are those of b = 1."""
-        c, result, per = layout.config, {}, ledger.how_often(layout)
+        c, result = layout.config, {}
         short = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
-        for key, (calls, sent) in self.rows(layout, short, rank).items():
-            times = m // short if "micro-batch" in per[key] else 1
-            samples = b if "micro-batch" in per[key] and "bucket" not in per[key] else 1
+        for key, per, calls, sent in self.rows(layout, short, rank):
+            times = m // short if "micro-batch" in per else 1
+            samples = b if "micro-batch" in per and "bucket" not in per else 1
             result[key] = calls * times, sent * times * samples
         return result
 
     def activations(self, layout, m, rank):
         c = layout.config
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages_of(*numbers))
+        return memory.activations(c, schedule(*numbers), rank, self.sizes(layout), messages_of(*numbers))
 
     def bytes_kept(self, layout, m, b, rank):
         """Return the table of `memory.predict_kept`."""
@@ -106,8 +110,8 @@ class Model:
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
         short = min(m, rounds * c.pp + extra)
         activations = self.activations(self.layout(layout.data_ranks, *fields), short, rank)
-        whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, short, c.chunks), rank, layout.sizes)
-        states = memory.rank_states(layout, rank, layout.sizes)
+        whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, short, c.chunks), rank, self.sizes(layout))
+        states = memory.rank_states(layout, rank, self.sizes(layout))
         return states | whole | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
@@ -123,8 +127,8 @@ class Model:
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         momentum = 0
         if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors like its largest parameter
-            elements = max(m.elements for m in matrices_of(c).block)
-            momentum = layout.sizes.wide * (3 * elements + largest[0] * (layout.zero_stage > 0))
+            elements = max(m.elements for m in matrices_of(c))
+            momentum = self.wide * (3 * elements + largest[0] * (layout.zero_stage > 0))
         update = max(0, momentum - parts["activations"])
         return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}
 
@@ -134,9 +138,9 @@ def _model(**fields):
     return Model(configuration.Config(**fields))
 
 
-def model_of(config, dtype):
+def model_of(config):
     """Return the Model that all layouts of a Config share."""
-    return _model(**vars(config) | PLAIN | {"dtype": dtype})
+    return _model(**vars(config) | PLAIN)
 
 
 # --- which layouts ----------------------------------------------------------------------------------------------------
@@ -149,34 +153,28 @@ def candidates(config, gpus, device, fixed):
     samples = sorted({1, 2, 4, 8, 16, 32, config.micro_batch_size})
     choices = tps, pps, LISTED, range(1, 5), range(4), (False, True), configuration.CHOICES["recompute"], samples
     choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]
+
+    checked = [name for name in FIELDS if name != "recompute"]  # which does not matter to the check
+
+    @cache
+    def accepted(*fields):
+        with suppress(UserError):
+            return configuration.check(replace(config, **dict(zip(checked, fields, strict=True))), gpus)
+
+    usual = {name: schedules.usual_chunks(name) for name in choices[FIELDS.index("schedule")]}
     for fields in product(*choices):
         tp, pp, name, chunks, zero, sequence_parallel, *_ = fields
         even = chunks > 1 and config.num_layers % (pp * chunks) == 0
         listed = {
             "schedule": pp > 1 or name == "1f1b",
-            "chunks": even if name == "interleaved" else chunks == schedules.usual_chunks(name),
+            "chunks": even if name == "interleaved" else chunks == usual[name],
             "zero": zero <= (0 if tp * pp == gpus else 1 if pp > 1 else 3),
             "sequence_parallel": sequence_parallel == (tp > 1),
         }
         if all(listed[f] for f in listed.keys() - fixed):
             c = replace(config, **dict(zip(FIELDS, fields, strict=True)))
-            if fits(c, gpus):
+            if accepted(*(getattr(c, name) for name in checked)):
                 yield c
-
-
-def fits(c, gpus):
-    """Return True if `config.check` accepts the layout. This is faster."""
-    dp = max(1, gpus // (c.tp * c.pp))
-    batch = math.gcd(*configuration.rampup(c)[:2])  # divides all batch sizes
-    m, over = divmod(batch * c.cp, c.micro_batch_size * dp)
-    over += gpus % (c.tp * c.cp * c.pp) + c.num_attention_heads % (c.tp * c.cp)
-    over += sum(size % c.tp for size in (c.padded_vocab_size, c.query_groups, c.ffn_size))
-    over += c.sequence_parallel * (c.seq_length % (c.tp * c.cp))
-    over += dp % c.zero_copies + (c.zero_copies > 1 and (not c.zero or dp <= c.zero_copies))
-    with suppress(UserError, KeyError):  # no such schedule
-        parts = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks).parts
-        return not over and c.num_layers >= max(parts) - 1
-    return False
 
 
 # --- one layout -------------------------------------------------------------------------------------------------------
@@ -185,32 +183,27 @@ def fits(c, gpus):
 def check_search(c, has_days):
     """Raise UserError if a field has an impossible value, or one that can't be predicted."""
     configuration.check_values(c)
-    why = f"its elementwise operations have no formula; plan.py needs {' or '.join(FORMULAS)}"
-    configuration.require(c, "model", matrices_of(c).formulas, why)
     days = has_days or not c.train_epochs
     configuration.require(c, "train_epochs", days, "plan.py does not know the data; set --tokens, for the days")
+    runs = work_of(replace(c, **PLAIN, cp=1), 4)
+    configuration.require(c, "model", runs, "its units do not run on tensors without values")
 
 
-def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
+def facts_of(c, gpus, device, tokens=None, exact=True):
     """Return {key of plan.py's --json: value} of one layout, in bytes and seconds.
 
-    exact=False is fast: it takes 1F1B's bubble for a bubble without a closed form. say: gets each (name, formula,
-    value).
+    exact=False is fast: it guesses the bubble, and tries no other order or copies.
     """
-    model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size
-    dp = gpus // (c.tp * p)
+    c = replace(c, dtype=device.dtype if c.dtype == "auto" else c.dtype)
+    model, p, batch, dp = model_of(c), c.pp, c.global_batch_size, gpus // (c.tp * c.pp)
     m, layout = number_of_micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
-    say("micro-batches m", "global_batch_size / (b dp)", m)
-    step = Step(c, model, layout, device, m, exact, say)
-    times = {c.order: step.seconds}
-    if exact and p > 1 and dp > c.cp:
-        for order in {*ORDERS} - {c.order}:
-            times[order] = Step(replace(c, order=order), model, layout, device, m).seconds
-    # The fullest rank: 0 (most in flight), the first or last with a block more, p/2 (Chimera), or p-1 (logits).
-    ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}
+    rows = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, p - 1), p - 1}}
+    step = Step(c, layout, model.sizes(layout), rows, device, m, exact)
+    # The fullest rank: 0 (most in flight), the first or last with a block more, p-1 (logits), or Chimera's p/2.
+    ranks = {0, min(1, p - 1), c.num_layers % p, p - 1, p // 2 if c.schedule == "chimera" else 0}
     bytes_of = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
-    available = step.seconds * gpus * device.peak(model.config.dtype)  # FLOPs
+    available = step.seconds * gpus * device.peak(c.dtype)  # FLOPs
     facts = {
         "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *FIELDS, "zero_copies", "offload")},
         "gpus": gpus,
@@ -219,8 +212,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "step_seconds": step.seconds,
         "expected_error": error(c, device),
         "step_parts": step.parts,
-        "order_seconds": times,
-        "copies_seconds": {},
+        "other_seconds": {},
         "bubble": step.bubble,
         "fullest_rank": fullest,
         "memory_bytes": bytes_of[fullest],
@@ -230,13 +222,14 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "hfu": hardware_flops(c, batch) / available,
         "tokens_per_second": batch * c.seq_length / step.seconds,
         "days": (tokens / (batch * c.seq_length) if tokens else c.train_iters) * step.seconds / 86400,
+        "arithmetic": [*step.block, *step.lines],
     }
-    nodes = gpus // device.per_node
-    if exact and c.zero and c.zero_copies == 1 < nodes < dp and dp % nodes == 0:  # ZeRO inside a node
-        hybrid = facts_of(replace(c, zero_copies=nodes), gpus, device, tokens)
-        if hybrid["fits"]:
-            facts["copies_seconds"] = {nodes: hybrid["step_seconds"]}
-    saved = max(map(step.whole_matrices, step.sent)) * (1 - 1 / (dp * c.tp)) / step.seconds
+    for name, value in others(c, gpus, dp, device) if exact else ():
+        other = facts_of(replace(c, **{name: value}), gpus, device, exact=False)
+        guess = facts["step_seconds"] if p == 1 else facts_of(c, gpus, device, exact=False)["step_seconds"]
+        if other["fits"]:
+            facts["other_seconds"][f"--{name}={value}"] = step.seconds + other["step_seconds"] - guess
+    saved = max(map(step.whole_matrices, rows)) * (1 - 1 / (dp * c.tp)) / step.seconds
     muon = f"; one rank for each matrix would save {saved:.0%}" if saved >= 0.01 else ""
     return facts | {"binds": binds(facts) + muon}
 
@@ -245,6 +238,15 @@ def error(c, device):
     """Return the expected error of a step's seconds, or None: the published steps are GPTs on A100 and H100."""
     known = c.model == "model" and device.chip != "V100 SXM2"
     return next((error for most, error in ERRORS.items() if known and c.seq_length <= most), None)
+
+
+def others(c, gpus, dp, device):
+    """Yield (field, value) of the same layout with another order of the ranks, or with ZeRO inside a node."""
+    nodes = gpus // device.per_node
+    if c.pp > 1 and dp > c.cp:
+        yield from (("order", order) for order in ORDERS if order != c.order)
+    if c.zero and c.zero_copies == 1 < nodes < dp and dp % nodes == 0:
+        yield "zero_copies", nodes
 
 
 def binds(facts):

@@ -7,28 +7,34 @@
 
 A GPU computes a product in waves of tiles, 128 x 256 elements on each multiprocessor. The start of the first wave and
 the last wave, which is not full, cost about one wave, the constant `wave`.
+
+No model has a formula: the products and bytes of a unit are measured on tensors without values (`meta.py`), and the
+bytes sent are `ledger.py`'s.
 """
 
-import itertools
 import math
-from fractions import Fraction
 from functools import cache
 
 import numpy as np
 
-from accounts import ledger, memory
-from accounts.bubbles import by_formula
+from accounts import memory, meta
+from accounts.ledger import axis_sizes
 from accounts.matrices import matrices_of
 from accounts.memory import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
+from parallel.mesh import grid
 from parallel.optimizer import RULES
 from parallel.zero import Window
 
-COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
+KINDS = ("F", "I", "W", "recomputation", "tensor parallel", "context parallel")  # columns of `Step.stages`
 # Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (MEASURED.md).
 REST = 0.18
+# Bytes of the backward of the operations between products, in units of forward. GELU: 12 for 8; LayerNorm: 4 for 3.
+BACKWARD = 1.4
+# Share of these bytes that norms and activations move: recompute=elementwise moves them once more. GPT-2 12 of 21.
+ELEMENTWISE = 0.57
 # Expected errors on A100 and H100, up to so many tokens of a sample (test_plan.py).
 ERRORS = {2047: None, 4096: 0.10, 65536: 0.15}
 
@@ -38,78 +44,107 @@ def schedule(name, p, m, chunks):
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
-def unit_seconds(c, device, dtype, z, say):
-    """Return the seconds of one micro-batch, without communication: (of a block, of the embedding, of the head).
-
-    Of a block: F, I, W, and what recompute=elementwise adds to I.
-    """
-    h, t, n, rows, item = c.hidden_size, c.tp, tokens_of_rank(c), rows_outside(c), z.item
-    peak, memory, gap = device.peak(dtype), device.memory_rate * device.memory, device.operation
-    rate, V = peak * device.matrix, c.padded_vocab_size // t
-
-    def product(M, N, K, result=item):
-        """result: bytes moved for an element of the result."""
-        moved = item * (M * K + K * N) + result * M * N
-        seconds = 2 * K * (M * N + device.wave) / rate + moved / memory + gap
-        say(f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds)
-        return seconds
-
-    matrices = matrices_of(c)
-    linears = [m.local(t) for m in matrices.of_kind("column", "row")]
-    products = sum(product(n, outputs, inputs) for inputs, outputs in linears)
-    # Attention has the lower triangle. Its backward has five products instead of two.
-    attention = device.attention * min(1.0, (2048 / c.seq_length) ** device.decline)
-    triangle, vectors = 2 * n * c.seq_length * h / t / (peak * attention), item * n * h / t / memory
-    passes = {
-        kind: (outside * rows * h + inside * n * h // t) * item / memory + operations * gap
-        for kind, (outside, inside, operations) in matrices.formulas.passes(c).items()
-    }
-    groups = 2 * c.query_groups / c.num_attention_heads  # keys and values, in widths of queries
-    F = products + triangle + (2 + groups) * vectors + passes["F"]
-    I = products + 2.5 * triangle + (4 + 2 * groups) * vectors + passes["I"]
-    W = sum(product(outputs, inputs, n, 2 * z.wide) for inputs, outputs in linears)
-    embedding = (6 * item + 3 * z.wide) * n * h / memory + 10 * gap
-    head = product(n, V, h) + product(n, h, V) + product(V, h, n, 2 * z.wide)
-    head += (4 * item * n * V + 8 * item * rows * h) / memory
-    return (F, I, W, passes["elementwise"]), embedding, head
-
-
 class Step:
     """A step: `seconds`, their `parts` as {part: seconds}, and `bubble`, its share of the pipeline's time.
 
-    model: `search.Model`; layout: its `Layout` of c. m: micro-batches of a data rank. exact: simulate the schedule.
-    say(name, formula, seconds): called for each number.
+    layout, z: with b = 1; sent: {rank: table of `ledger.predict_sent`} of c's step; m: micro-batches of a
+    data rank. exact: simulate the schedule. lines: (name, formula, seconds) of each part; block: of what a block does.
     """
 
-    def __init__(self, c, model, layout, device, m, exact=True, say=lambda *line: None):
-        self.c, self.layout, self.device, self.m = c, layout, device, m
-        self.z, self.exact, self.say, self.peak = layout.sizes, exact, say, device.peak(model.config.dtype)
-        world, ranks = ledger.axis_sizes(layout)["world"], c.tp * c.cp  # ranks: of a pipeline stage
+    def __init__(self, c, layout, z, sent, device, m, exact=True):
+        self.c, self.layout, self.sent, self.device, self.m, self.lines = c, layout, sent, device, m, []
+        self.block = []
+        self.z, self.memory, self.peak = z, device.memory_rate * device.memory, device.peak(c.dtype)
+        self.rings = rings(c, layout, device)
+        work = {rank: m * stage for rank, stage in enumerate(self.stages())}
+        busiest = max(work.values(), key=lambda stage: stage[:3].sum())  # sets the pace
+        F, I, W = sum(work.values())[:3] / c.pp / m
+        arrival = self.send("pp", 0, self.z.item * rows_outside(c) * c.hidden_size) + device.latency
+        bubble, messages = idle(c.schedule, c.pp, m, c.chunks, F, I, W, arrival, exact)
+        parts = dict(zip(KINDS[3:], busiest[3:], strict=True))
+        compute = busiest[:3].sum() - sum(parts.values())
+        self.add("compute", "m (F + I + W) of the busiest stage, without the next three", compute)
+        for name, seconds in parts.items():
+            self.add(name, "m times; of communication, what nothing hides", seconds)
+        self.add("bubble", "simulated, with the mean stage" if exact else "1F1B's", bubble)
+        self.add("pipeline messages", "waits for messages on their way", messages)
+        data = max(self.data_parallel(rank, *work[rank][:3] / m) for rank in sent)
+        self.add("data parallel", "what no backward hides; sums", data + max(map(self.sums, sent)))
+        update = max(self.update(rank) + self.whole_matrices(rank) for rank in sent)
+        self.add("update", "bytes of the optimizer's state / rate of memory; Muon's products", update)
+        self.add("everything else", f"{REST:.0%} of the sum", REST * sum(seconds for *_, seconds in self.lines))
+        self.parts = {name: seconds for name, _, seconds in self.lines}
+        self.seconds = sum(self.parts.values())
+        self.bubble = bubble / (busiest[:3].sum() + bubble + messages)
 
-        def in_node(stride, n):
-            """Return how many of n ranks, `stride` apart, are in one node."""
-            return min(n, max(1, device.per_node // stride))
+    def add(self, name, formula, seconds):
+        self.lines.append((name, formula, float(seconds)))
 
-        # The distance of a rank from its counterpart in the next data replica, and in the next stage.
-        to_replica, to_stage = (ranks, c.tp * layout.data_ranks) if c.order == "pp-dp-tp" else (ranks * c.pp, ranks)
-        group = layout.data_ranks // c.zero_copies  # data ranks that share one copy
-        replicas = max(1, group // c.cp)
-        data = in_node(c.tp, min(c.cp, group)) * in_node(to_replica, replicas), group
-        pipeline = 2 if to_stage * c.pp <= device.per_node else 1, 2
-        self.rings = {  # axis: (its ranks in one node, all its ranks)
-            "tp": (in_node(1, c.tp), c.tp),
-            "cp": (in_node(c.tp, c.cp), c.cp),
-            "pp": pipeline,
-            "data": data,
-            "shards": data,
-            "copies": (in_node(to_replica * replicas, c.zero_copies), c.zero_copies),
-            "holders": pipeline,
-            "world": (in_node(1, world), world),
-        }
-        self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
-        self.add_parts(self.stages(*unit_seconds(c, device, model.config.dtype, self.z, say)))
+    # --- computation --------------------------------------------------------------------------------------------------
 
-    # --- wires --------------------------------------------------------------------------------------------------------
+    def unit(self, work):
+        """Return the seconds (F, I, W, passes between products of F) of a unit, without communication."""
+        device, z = self.device, self.z
+
+        def product(M, K, N, result=z.item):
+            """result: bytes moved for an element of the result."""
+            moved = z.item * (M * K + K * N) + result * M * N
+            flops = 2 * K * (M * N + device.wave)
+            seconds = flops / (self.peak * device.matrix) + moved / self.memory + device.operation
+            line = f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds
+            self.block.append(line)
+            return seconds
+
+        # Attention has the lower triangle. Its backward has five products instead of two.
+        share = device.attention * min(1.0, (2048 / self.c.seq_length) ** device.decline)
+        triangle = work.attention / 2 / (self.peak * share)
+        passes = work.moved / self.memory + work.operations * device.operation
+        F = sum(product(M, K, N) for M, K, N in work.products)
+        I = sum(product(M, N, K) for M, K, N in work.products)
+        W = sum(product(K, M, N, 2 * z.wide) for M, K, N in work.products)
+        return F + triangle + passes, I + 2.5 * triangle + BACKWARD * passes, W, passes
+
+    def stages(self):
+        """Return the seconds of one micro-batch as an array [pp, 6]: KINDS of each rank.
+
+        F and I contain the recomputation and what nothing hides of tp and cp.
+        """
+        c, layout, z = self.c, self.layout, self.z
+        units = meta.work_of(c, z.item)
+        F, I, W, passes = self.unit(units["block"])
+        formula = "products; F, I: attention, bytes of the other operations / rate"
+        self.block += [(f"{kind} of a block", formula, x) for kind, x in {"F": F, "I": I, "W": W}.items()]
+        in_F, in_I = self.tensor_parallel(W)
+        elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
+        over_cp = self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * z.item))  # in I as long
+        again = {"none": 0.0, "elementwise": ELEMENTWISE * passes, "full": F + in_F + over_cp}[c.recompute]
+        block = F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
+        head = sum(self.unit(units["head"])[:3])
+        embedding = (6 * z.item + 3 * z.wide) * tokens_of_rank(c) * c.hidden_size / self.memory
+        counts, pipelines = [], sum(0 in of_chunk for of_chunk in layout.units)
+        for rank in range(c.pp):
+            of_rank = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
+            first, last = of_rank.count(0), of_rank.count(len(layout.unit_specs) - 1)
+            counts.append((len(of_rank) - first - last, first, last))
+        # Chimera has 2 pipelines, and each micro-batch uses one of them.
+        return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
+
+    def tensor_parallel(self, W):
+        """Return the seconds, in F and in I, of a block's collectives that no product hides.
+
+        With sequence parallelism F also gathers x before a column parallel linear, and I gathers dy of a row parallel
+        linear, and x for dW. A product dW or dx hides one collective. I has no dW if W runs later.
+        """
+        c, sp = self.c, self.c.sequence_parallel
+        columns, rows = len(matrices_of(c, "column")), len(matrices_of(c, "row"))
+        whole = self.z.item * tokens_of_rank(c) * c.hidden_size
+        each = self.send("tp", 1, sent_bytes("all_gather" if sp else "all_reduce", c.tp, whole))
+        later = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
+        beside = columns * (1 + sp - later)
+        hidden = min(each, W / (columns + rows))
+        return (rows + columns * sp) * each, (rows * sp + columns * later + beside) * each - beside * hidden
+
+    # --- communication ------------------------------------------------------------------------------------------------
 
     def send(self, axis, calls, sent):
         """Return the seconds of `calls` communications that send `sent` bytes together."""
@@ -121,78 +156,6 @@ class Step:
         rows = (row for (a, what, _), row in self.sent[rank].items() if a == axis and (not whats or what in whats))
         return sum(self.send(axis, *row) for row in rows)
 
-    def tensor_parallel(self, W):
-        """Return the seconds, in F and in I, of a block's collectives that no product hides."""
-        c, matrices = self.c, matrices_of(self.c)
-        columns, rows = matrices.of_kind("column"), matrices.of_kind("row")
-        operation = "all_gather" if c.sequence_parallel else "all_reduce"  # a reduce_scatter sends as much
-        each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
-        in_F, alone, by_dw, by_dx = collectives(len(columns), len(rows), c.sequence_parallel)
-        actions = itertools.chain(*schedule(c.schedule, c.pp, c.pp, c.chunks).actions)
-        if any(action.kind == "W" for action in actions):  # dW runs later
-            alone, by_dw = alone + by_dw, 0
-        # dW of a mean column parallel linear, in GPT-2 3.5 of a block's 12 h^2 weights. dx takes as long
-        share = Fraction(sum(m.elements for m in columns), len(columns) * sum(m.elements for m in columns + rows))
-        product = W * share.numerator / share.denominator
-        return in_F * each, alone * each + (by_dw + by_dx) * max(0.0, each - product)
-
-    def context_parallel(self):
-        """Return the seconds of a block's exchanges, in F. In I they take as long."""
-        c = self.c
-        elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
-        return self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * self.z.item))
-
-    # --- the step -----------------------------------------------------------------------------------------------------
-
-    def stages(self, block, embedding, head):
-        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank.
-
-        F and I contain the recomputation and what nothing hides of tp and cp.
-        """
-        layout, (F, I, W, elementwise) = self.layout, block
-        (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
-        recomputation = {"none": 0.0, "elementwise": elementwise, "full": F + in_F + over_cp}[self.c.recompute]
-        block = F + in_F + over_cp, I + in_I + over_cp + recomputation, W, recomputation, in_F + in_I, 2 * over_cp
-        for name, seconds in zip(COLUMNS, block, strict=True):
-            self.say(f"{name} of a block", "4 products; F, I: attention, passes over memory, collectives", seconds)
-        counts, pipelines = [], sum(0 in units for units in layout.units)
-        for rank in range(self.c.pp):
-            units = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
-            first, last = units.count(0), units.count(len(layout.unit_specs) - 1)
-            counts.append((len(units) - first - last, first, last))
-        # Chimera has 2 pipelines, and each micro-batch uses one of them.
-        return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
-
-    def add_parts(self, stages):
-        """Set `parts` and their sum, from the result of `stages`: the busiest stage sets the pace."""
-        c, m = self.c, self.m
-        busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
-        F, I, W, recomputation, tensor, context = busiest
-        arrival = self.send("pp", 0, self.z.item * rows_outside(c) * c.hidden_size) + self.device.latency
-        bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean, arrival, self.exact)
-        for name, seconds in zip([*COLUMNS, "F + I + W of a mean stage"], [*busiest, sum(mean)], strict=True):
-            self.say(name, "a micro-batch on the busiest stage", seconds)
-        work = m * (F + I + W)
-        data = max(self.data_parallel(rank, *stages[rank, :3]) for rank in self.sent) + max(map(self.sums, self.sent))
-        update = max(self.update(rank) + self.whole_matrices(rank) for rank in self.sent)
-        rest = REST * (work + bubble + messages + data + update)
-        compute = work - m * (recomputation + tensor + context)
-        parts = [
-            ("compute", "m (F + I + W - recomputation - collectives - context)", compute),
-            ("recomputation", "m recomputation", m * recomputation),
-            ("tensor parallel", "m collectives", m * tensor),
-            ("context parallel", "m context", m * context),
-            ("bubble", f"{formula}, mean stage", bubble),
-            ("pipeline messages", "waits for messages on their way", messages),
-            ("data parallel", "what no backward hides; sums", data),
-            ("update", "bytes of the optimizer's state / rate of memory; Muon's products", update),
-            ("everything else", f"{REST:.0%} of the sum", rest),
-        ]
-        self.parts = {name: seconds for name, _, seconds in parts}
-        self.seconds, self.bubble = sum(self.parts.values()), bubble / (work + bubble + messages)
-        for part in [*parts, ("step", "sum", self.seconds)]:
-            self.say(*part)
-
     def data_parallel(self, rank, F, I, W):
         """Return the seconds of sums over data ranks and of ZeRO that no computation hides.
 
@@ -202,7 +165,6 @@ class Step:
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
         shards = "shards" if self.c.zero_copies > 1 else "data"
         reduced, gathered = self.transfer(rank, shards, "gradients"), self.transfer(rank, shards, "parameters")
-        of_update = self.transfer(rank, shards, "parameter norms", "momentum")
         rounds = m if zero >= 2 else 1  # the gradients are reduced so often
         last = reduced / rounds / units
         B = I + W + last * (zero < 2)
@@ -210,9 +172,9 @@ class Step:
         if zero == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
             exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
+        rest = self.transfer(rank, shards, "parameter norms", "momentum")
         copies = self.transfer(rank, "copies")
-        copies = max(copies * min(1, Window.MOST / units), copies - B)
-        return exposed + last + of_update + copies
+        return exposed + last + rest + max(copies * min(1, Window.MOST / units), copies - B)
 
     def sums(self, rank):
         names = "partial gradients", "parameter norms", "replicated gradients", "momentum"
@@ -220,15 +182,15 @@ class Step:
 
     def update(self, rank):
         """Return the seconds of the optimizer, which memory limits; with offload the CPU's memory and PCIe."""
-        layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
+        layout, device, z = self.layout, self.device, self.z
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
         elements = memory.stored(layout, rank) / layout.shards
         state, read = 2 * (master + moments), 2 * z.wide * elements  # the norm and the update read the gradients
         if not self.c.offload:
-            return (state + gradients + read + z.item * elements) / memory_rate
+            return (state + gradients + read + z.item * elements) / self.memory
         moved = (z.wide + z.item) * elements  # gradients to the host, parameters to the device
         on_host = moved / device.host_rate + (state + moved) / device.host_memory_rate
-        return on_host + (gradients + read / 2) / memory_rate
+        return on_host + (gradients + read / 2) / self.memory
 
     def whole_matrices(self, rank):
         """Return the seconds of Muon's Newton-Schulz, 15 products of each matrix (`parallel/muon.py`)."""
@@ -237,7 +199,7 @@ class Step:
         device = self.device
         blocks = sum(name.startswith("block") for name in self.layout.buckets(rank))
         work = moved = elements = 0
-        for m in matrices_of(self.c).of_kind("column", "row"):
+        for m in matrices_of(self.c, "column", "row"):
             r, k = sorted((m.outputs, m.inputs))
             work += m.count * (20 * r * r * k + 10 * r**3 + 10 * (2 * r + k) * device.wave)
             moved += m.count * 5 * (4 * r * k + 5 * r * r)
@@ -245,18 +207,24 @@ class Step:
         products = work / (self.peak * device.matrix)
         elements = 2 * elements // self.c.tp // self.layout.shards  # u to the device, O back
         copies = self.c.offload * elements * self.z.wide / device.host_rate
-        return blocks * (products + moved * self.z.item / (device.memory_rate * device.memory) + copies)
+        return blocks * (products + moved * self.z.item / self.memory + copies)
 
 
-def collectives(columns, rows, sequence_parallel):
-    """Return the numbers of a block's collectives: (in F, alone in I, in I beside dW, in I beside dx).
-
-    columns, rows: numbers of linears. With sequence parallelism F also gathers x before a column parallel linear, and I
-    gathers dy of a row parallel linear, and x for dW.
-    """
-    if sequence_parallel:
-        return columns + rows, rows, columns, columns
-    return rows, 0, columns, 0
+def rings(c, layout, device):
+    """Return {axis: (its ranks in one node, all its ranks)}, of rank 0's groups."""
+    ranks = grid(axis_sizes(layout)["world"], c.tp, c.pp, c.cp, c.order)  # [dp, pp, cp, tp]
+    data, stages, shards = ranks[:, 0, :, 0].flatten(), ranks[0, :, 0, 0], layout.data_ranks // c.zero_copies
+    groups = {
+        "tp": ranks[0, 0, 0],
+        "cp": ranks[0, 0, :, 0],
+        "data": data,
+        "shards": data[:shards],
+        "copies": data[::shards],
+        "world": ranks.flatten(),
+    }
+    pipeline = 1 + int(max(stages) < device.per_node), 2  # a message may leave the node
+    inside = {axis: (int(sum(group < device.per_node)), len(group)) for axis, group in groups.items()}
+    return inside | {"pp": pipeline, "holders": pipeline}
 
 
 def wire(device, together, n):
@@ -274,38 +242,26 @@ def wire(device, together, n):
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
-#
-# Here the bubble is that of the whole step. `bubbles.FORMULAS` counts a rank's own time: ZB-H2 and ZB-V differ.
-
-CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short messages add, in units of one message)
-    "gpipe": ("True", "(p-1) * (F+I+W)", "2*(p-1)"),
-    "1f1b": ("True", "(p-1) * (F+I+W)", "2 * (p + m - 3 - (m-2)//p)"),
-    "interleaved": ("True", "(p-1) * (F+I+W) / v", "2*(v*p-1)"),
-    "zb-h1": ("m >= 2*p and W <= min(F, I)", "(p-1) * (F+I-W)", "4*(p-1)"),
-    "zb-h2": ("m >= 2*p and W <= min(F, I)", "(p-1) * max(F, F+I-2*W)", "(p-1) * (1 + (I >= 2*W))"),
-    "zb-v": ("m >= 2*p and W <= F <= I", "(p-1) * max(I/2, I-W)", "5*p-7 + (p-1) * (I >= 2*W)"),
-}
 
 
 @cache
 def idle(name, p, m, chunks, F, I, W, message, exact=True):
-    """Return (idle seconds of a rank if messages take no time, the formula, seconds that messages add).
+    """Return the idle seconds of a rank in the whole step: (if messages take no time, more that messages add).
 
-    F, I, W: seconds of a whole stage. Without a closed form, exact=False returns 1F1B's result.
+    F, I, W: seconds of a whole stage. exact=False is a fast guess.
     """
     if p == 1:
-        return 0.0, "one stage", 0.0
-    letters = dict(p=p, m=m, v=chunks, F=F, I=I, W=W, max=max)
-    has_form = name in CLOSED and by_formula(CLOSED[name][0], **letters)
-    if has_form or not exact:
-        _, waiting, messages = CLOSED[name if has_form else "1f1b"]
-        return by_formula(waiting, **letters), waiting, by_formula(messages, **letters) * message
+        return 0.0, 0.0
+    if not exact:
+        each = {"interleaved": (F + I + W) / chunks, "zb-h1": F + I - W, "zb-v": max(I / 2, I - W)}
+        hops = 2 * (p + m - 3 - (m - 2) // p) if name == "1f1b" else 2 * p * chunks  # a round trip has no slack in 1F1B
+        return (p - 1) * each.get(name, F + I + W), hops * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
     still, moving = ends = simulated(name, p, first, chunks, F, I, W, message)
     if m > first:
         longer = simulated(name, p, first + p, chunks, F, I, W, message)
         still, moving = ends + (m - first) // p * (longer - ends)
-    return max(0.0, float(still) - m * (F + I + W)), "simulated: `bubbles.simulate`", float(moving - still)
+    return max(0.0, float(still) - m * (F + I + W)), float(moving - still)
 
 
 def simulated(name, p, m, chunks, F, I, W, message):

@@ -1,48 +1,66 @@
-"""Units on tensors without values keep the bytes of the formulas. A model without formulas is measured."""
+"""Units on tensors without values need what a run needs, also those of a model of your own."""
 
-import itertools
 import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 import config as configuration
 import plan
-import train
-from accounts import flops, gpt2, limits, llama, memory, meta, meter, report, traffic
-from accounts.matrices import matrices_of
+from accounts import flops, limits, memory, meta, traffic
 from errors import UserError
 from testing.dry_run import show
-from testing.tiny import CPU, built, tiny_batches, tiny_config
+from testing.tiny import CPU, tiny_config
 
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24)
-MODELS = [
-    (gpt2, dict()),
-    (gpt2, dict(activation="relu")),
-    (llama, LLAMA),
-    (llama, LLAMA | dict(num_query_groups=0, untie_embeddings_and_output_weights=True)),
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA], ids=str)
+def test_the_products_are_those_of_the_weights(fields):
+    """Two counts: the products that run, and the shapes of the parameters. 2 FLOPs for each element and token."""
+    for t, sp in [(1, False), (2, True)]:
+        c = tiny_config(1, t, sequence_parallel=sp, **fields)
+        n, work = c.micro_batch_size * c.seq_length, meta.work_of(c, 4)
+        found = [sum(2 * M * K * N for M, K, N in work[unit].products) for unit in ("block", "head")]
+        assert found == [2 * n * weights // t for weights in flops.weights(c)]
+        assert work["block"].attention == 4 * n * c.seq_length * c.hidden_size // t
+
+
+def test_a_block_reads_and_writes_what_its_kernels_do():
+    """By hand, in [n, h]: norm 1 three; q, k, v, y of attention; norm 2 four; GELU 4 + 4; the last sum three."""
+    c = tiny_config(1)
+    work = meta.work_of(c, 4)["block"]
+    assert (work.moved, work.operations) == ((3 + 4 + 4 + 8 + 3) * 4 * 64 * 32, 5)
+
+
+# By hand, from the papers, in elements of a token's vector h: what a block keeps for backward with t ranks.
+# outside: x of both norms and the inputs of the column parallel linears; inside: the others, which tp cuts.
+BY_HAND = [  # (fields, outside, inside, vectors of norms' statistics, heads with a log-sum-exp)
+    (dict(), 4, 3 + 1 + 4 + 4, 4),  # GPT-2: q, k, v; proj's input; GELU's input; fc2's input. Two norms, two numbers
+    (dict(activation="relu"), 4, 3 + 1 + 4, 4),  # ReLU's input is not needed: its result is fc2's input
+    (dict(recompute="elementwise"), 2, 3 + 1 + 4, 4),  # without the inputs of qkv and fc1, and fc2's input
 ]
-LAYOUTS = [(1, False, 1), (2, False, 1), (2, True, 2)]
-WIDTHS = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}
 
 
-@pytest.mark.parametrize("formulas, fields", MODELS, ids=str)
-def test_units_without_values_keep_what_the_formulas_say(formulas, fields):
-    recomputes = "none", "elementwise"
-    for (tp, sp, cp), dropout, dtype, r in itertools.product(LAYOUTS, (0.0, 0.1), WIDTHS, recomputes):
-        layout = dict(sequence_parallel=sp, cp=cp, recompute=r)
-        c = tiny_config(1, tp, dropout=dropout, dtype=dtype, **layout, **fields)
-        z = memory.sizes(c, *WIDTHS[dtype], on_cpu=False)
-        expected = {unit: sum(table.values()) for unit, table in formulas.kept(c, z).items()}
-        assert meta.measured(c, z.item) == expected, (layout, dropout, dtype)
+@pytest.mark.parametrize("fields, outside, inside, statistics", BY_HAND, ids=str)
+@pytest.mark.parametrize("dtype, item", [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("t, sp", [(1, False), (2, False), (2, True)])
+def test_a_block_keeps_what_was_counted_by_hand(fields, outside, inside, statistics, dtype, item, t, sp):
+    c = tiny_config(1, t, sequence_parallel=sp, dtype=dtype, **fields)
+    tokens, h, a = c.micro_batch_size * c.seq_length, c.hidden_size, c.num_attention_heads
+    rows = tokens // t if sp else tokens
+    kept = item * h * (outside * rows + inside * tokens // t) + 4 * statistics * rows + 4 * a * tokens // t
+    assert meta.work_of(c, item)["block"].saved == kept
 
 
-@pytest.mark.parametrize("formulas, fields", MODELS, ids=str)
-def test_the_number_of_parameters_is_the_formula(formulas, fields):
-    assert matrices_of(tiny_config(1, **fields)).formulas is formulas
-
-
-# --- a model without formulas -----------------------------------------------------------------------------------------
+def test_a_llamas_block_keeps_what_was_counted_by_hand():
+    """x of two norms and the inputs of qkv and fc1; q and twice two thirds of k, v; proj's input; gate, up, product."""
+    c = tiny_config(1, dtype="fp32", **LLAMA)
+    n, h, f, groups = c.micro_batch_size * c.seq_length, c.hidden_size, c.ffn_size, c.query_groups
+    vectors = 4 * h + h + 2 * h * groups // c.num_attention_heads + h + 3 * f
+    small = 2 * n + n * c.num_attention_heads  # a number of each RMSNorm; log-sum-exp
+    assert meta.work_of(c, 4)["block"].saved == 4 * (n * vectors + small)
 
 
 @pytest.fixture
@@ -57,47 +75,31 @@ def mine(tmp_path, monkeypatch):
 
     yield write
     sys.modules.pop("mine", None)
-    for cached in (meta._kept, matrices_of.__globals__["_matrices"]):
-        cached.cache_clear()
+    meta._work_of.cache_clear()
 
 
-def test_a_file_of_your_own_is_measured(mine):
-    """Only its elementwise work is unknown. All other numbers are those of the same model with formulas."""
+def test_a_file_of_your_own_is_planned_and_predicted(mine, capsys):
     c = tiny_config(1, recompute="full", dropout=0.1, **mine("from llama import units\n"))
-    same = replace(c, model="llama")
-    configuration.check(c, 1)
-    assert matrices_of(c).formulas is None
-    assert flops.model_flops(c, 24) == flops.model_flops(same, 24)
-    p, q = traffic.predict_step(c, 1), traffic.predict_step(same, 1)
+    p, q = (traffic.predict_step(replace(c, model=name), 1) for name in ("mine", "llama"))
     assert p.bytes_kept == q.bytes_kept and p.sent == q.sent
-    assert limits.needed(c, 1, CPU) == limits.needed(same, 1, CPU)
-    run = built(c)
-    batches = tiny_batches(run)
-    with meter.Activations(run.executor) as account:
-        train.train_step(run, batches)
-    lines = report.measured_tables(run, account).splitlines()
-    for what, size in ((memory.PEAK, account.peak), (memory.RECOMPUTED, account.recomputed)):
-        (line,) = [line for line in lines if line.startswith(what)]
-        assert [cell.strip() for cell in line.split(" | ")[1:3]] == [f"{size:,}"] * 2
-    with pytest.raises(UserError, match=r"model=mine: its elementwise operations have no formula; plan.py needs"):
-        plan.main(["configs/llama_tiny.py", "--model=mine", "--gpus=8"])
+    assert limits.needed(c, 1, CPU) == limits.needed(replace(c, model="llama"), 1, CPU)
+    tables = []
+    for name in ("mine", "llama"):
+        plan.main(["configs/llama_tiny.py", f"--model={name}", "--gpus=8", "--tp=1", "--pp=1", "--micro_batch_size=2"])
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
 
 
 def test_a_dry_run_needs_no_formula(mine, capsys):
     show(tiny_config(4, 2, zero=2, **mine("from llama import units\n") | dict(dtype="bf16", optimizer="adamw")), 8, 3)
-    assert "no formula" not in capsys.readouterr().out
+    assert "not known" not in capsys.readouterr().out
 
 
 def test_a_parameter_of_two_units_is_measured(mine):
     shared = "from llama import *\nimport llama\n\ndef units(*all):\n    first, *blocks, head = llama.units(*all)\n"
     shared += "    blocks[1].norm2.weight = blocks[0].norm1.weight\n    return [first, *blocks, head]\n"
     text = traffic.predicted_tables(traffic.predict_step(tiny_config(1, **mine(shared)), 1))
-    assert "no formula" not in text
-
-
-def test_a_dtype_changes_no_bytes_that_follow_from_the_device():
-    c = tiny_config(1, dtype="auto", offload=True)
-    assert limits.needed(replace(c, dtype="fp32"), 1, CPU) == limits.needed(c, 1, CPU)
+    assert "not known" not in text
 
 
 LOOKS = """from llama import *
@@ -117,27 +119,21 @@ def units(*arguments):
 """
 
 
-def test_a_model_that_needs_values_has_no_formula(mine):
-    c = tiny_config(1, recompute="full", **mine(LOOKS))
-    text = traffic.predicted_tables(p := traffic.predict_step(c, 1))
-    assert text.count("no formula") == 2 and "model states" in text
+def test_a_model_that_needs_values_is_measured_on_a_cpu_alone(mine):
+    c, gpu = tiny_config(1, dtype="fp32", recompute="full", **mine(LOOKS)), torch.device("cuda")
+    text = traffic.predicted_tables(p := traffic.predict_step(c, 1, gpu))
+    assert text.count("not known") == 2 and "model states" in text
     states = [size for what, size in p.bytes_kept[0].items() if what not in (memory.PEAK, memory.RECOMPUTED)]
-    assert limits.needed(c, 1, CPU) == sum(states)
+    assert limits.needed(c, 1, gpu) == sum(states) < limits.needed(c, 1, CPU)
+    with pytest.raises(UserError, match="model=mine: its units do not run on tensors without values"):
+        plan.main(["configs/llama_tiny.py", "--model=mine", "--gpus=8"])
 
 
-def test_a_changed_llama_is_measured(monkeypatch):
-    """One more vector in a block: the formulas are another model's."""
-    import llama as model
+def test_a_dtype_changes_no_bytes_that_follow_from_the_device():
+    c = tiny_config(1, dtype="auto", offload=True)
+    assert limits.needed(replace(c, dtype="fp32"), 1, CPU) == limits.needed(c, 1, CPU)
 
-    init = model.Block.__init__
 
-    def longer(self, c, index, *rest):
-        init(self, c, index, *rest)
-        self.more = model.RMSNorm(f"block{index}.more", c, self.ops)
-
-    monkeypatch.setattr(model.Block, "__init__", longer)
-    c = tiny_config(1, hidden_size=32, **LLAMA)  # its matrices are not in the cache
-    assert matrices_of(c).formulas is None
-    with pytest.raises(UserError, match="model=llama: its elementwise operations have no formula"):
-        plan.main(["configs/llama_tiny.py", "--gpus=8", "--hidden_size=256"])
-    matrices_of.__globals__["_matrices"].cache_clear()
+def test_configs_of_this_folder_run_without_values():
+    for name in ("gpt2_124m", "opt_125m", "tinyllama_1b1"):
+        assert meta.work_of(configuration.load([f"configs/{name}.py"]), 2), name

@@ -58,9 +58,9 @@ def check_actions(schedule, microbatches=None):
         raise UserError(f"{name}: placement={placement}: {should}")
     m, index_of = microbatches or schedule.microbatches, {}
     for rank, actions in enumerate(lists):
+        kinds, chunks = ", ".join(NOMINAL), [c for c, r in enumerate(placement) if r == rank]
         for i, action in enumerate(actions):
             kind, j, chunk = action
-            kinds, chunks = ", ".join(NOMINAL), [c for c, r in enumerate(placement) if r == rank]
             why = None
             if kind not in NOMINAL or not 0 <= j < m or chunk not in chunks:
                 why = f"should have a kind of {kinds}, a micro-batch below {m}, and a chunk of {chunks}"

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 import train
 from accounts import ledger, memory, meter
-from accounts.matrices import matrices_of
 from config import Config, layout_of
 from parallel.comm import all_gather
 from parallel.mesh import Mesh
@@ -182,9 +181,8 @@ def kept_table(run, activations, graphs):
     left = len(activations.saved) + len(list(meter.kept_by(run.executor)))
     measured = meter.measured_states(run.zero) | activations.rows() | {LEFT: left, GRAPHS: graphs}
     formula = memory.predict_kept(run.layout, run.schedule, run.mesh.pp.rank, sizes) | {LEFT: 0, GRAPHS: 0}
-    # meta.py counts a changed model's LayerNorm as on a GPU. The adversary decides at random when a message has left.
-    as_on_a_gpu = matrices_of(run.config).formulas is None and sizes.item < sizes.wide
-    unknown = as_on_a_gpu or formula[memory.PEAK] is None or dist.isend is not adversary.isend
+    # The adversary decides at random when a message has left.
+    unknown = formula[memory.PEAK] is None or dist.isend is not adversary.isend
     left_out = {memory.PEAK, memory.RECOMPUTED} if unknown else ()
     return tuple({what: n for what, n in table.items() if what not in left_out} for table in (measured, formula))
 
