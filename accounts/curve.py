@@ -1,20 +1,17 @@
-"""Draw the losses of one or several runs, or their speeds.
+"""Draw the losses of one or several runs.
 
     python -m accounts.curve out/tiny out/tiny_2x2 --svg=loss.svg
-    python -m accounts.curve --speed out/tiny out/tiny_dp2 --svg=speed.svg
 
 A line shows the training loss: the mean of each log line (`lm_loss`), at its last iteration. Circles show the
 validation loss. A loss of nan or inf leaves a gap.
 """
 
 import math
-import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from accounts import figures
 from accounts.metrics import read_metrics
-from errors import exit_on_user_error, reading
+from errors import UserError, exit_on_user_error, reading
 from options import Parser
 
 
@@ -52,38 +49,34 @@ def loss_differences(first, *others):
     return lines
 
 
-def read_speeds(paths):
-    """Return sorted [(processes, tokens/s)]. A run's speed is the median of its log lines except the first.
-
-    After a resume with more or fewer processes, only the last lines count.
-    """
-    points = []
-    for file in map(file_of, paths):
-        with reading(file):
-            rows = [*read_metrics(file).values()]
-            last = [row for row in rows if row["processes"] == rows[-1]["processes"]]
-            speeds = [row["tokens_per_second"] for row in last[1:] or last]
-            points.append((last[-1]["processes"], statistics.median(speeds)))
-    return sorted(points)
+def draw(path, runs):
+    """Draw Curves as SVG. Raises UserError."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--svg={path}: a picture needs matplotlib: pip install matplotlib") from None
+    picture = Figure(figsize=(9, 4), layout="constrained")
+    axes = picture.subplots()
+    for i, (name, training, validation) in enumerate(runs):  # dashes show equal lines
+        (line,) = axes.plot(*zip(*training, strict=True), label=name, dashes=(8 / i, 8) if i else ())
+        if validation:
+            axes.plot(*zip(*validation, strict=True), "o", color=line.get_color(), mfc="none", ms=6 + 4 * i)
+    axes.set(xlabel="iterations", ylabel="loss: training (line), validation (circles)")
+    axes.legend()
+    with reading(f"--svg={path}"), matplotlib.rc_context({"svg.fonttype": "none"}):
+        picture.savefig(path, format="svg")
 
 
 def main(arguments=None):
-    """Run the command line. A speed is compared with the run on the fewest processes."""
+    """Run the command line."""
     parser = Parser(prog="python -m accounts.curve", description="Draws the losses of training runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, or a file like its metrics.jsonl")
     parser.add_argument("--svg", metavar="FILE", default="loss.svg", help="the picture (default: %(default)s)")
-    parser.add_argument("--speed", action="store_true", help="draw tokens/s over the number of processes")
     options = parser.parse_args(arguments)
-    if options.speed:
-        points = read_speeds(options.runs)
-        for n, speed in points:
-            share = speed / n / (points[0][1] / points[0][0])
-            print(f"{n:6} processes {speed:14,.0f} tokens/s {share:8.2f} of linear")
-        figures.speeds(options.svg, points)
-    else:
-        curves = [read_curve(run) for run in options.runs]
-        print("\n".join(loss_differences(*curves)))
-        figures.curves(options.svg, curves)
+    curves = [read_curve(run) for run in options.runs]
+    print("\n".join(loss_differences(*curves)))
+    draw(options.svg, curves)
     print(f"{options.svg}: written")
 
 

@@ -1,24 +1,27 @@
-"""Draw schedules, simulated or recorded, in the terminal and as SVG.
+"""Draw schedules, simulated or recorded, and the bars of ZeRO, in the terminal and as SVG.
 
 python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
 python -m accounts.draw 1f1b pipedream --steps=2   two steps: 1F1B becomes empty between them, PipeDream does not
 python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
+python -m accounts.draw --zero=16                  the model states of GPT-3 13B on one of 16 data ranks
+
+Everything drawn is a row of boxes: `painted` writes a row as text, `svg` as rectangles.
 """
 
+import html
 import json
 import math
 import shutil
 from statistics import fmean
 from typing import NamedTuple
 
-from accounts import figures
-from accounts.bubbles import FORMULAS, Timeline, by_formula, simulate, timeline
-from accounts.figures import KINDS
+from accounts.bubbles import FORMULAS, by_formula, simulate, timeline
+from accounts.memory import model_states
 from accounts.trace import HIDDEN
 from errors import UserError, exit_on_user_error, reading
 from options import Parser
 from parallel import schedules, simulation
-from parallel.schedules import Action, Schedule
+from parallel.schedules import Action
 from parallel.simulation import Event
 
 BUBBLE = """\
@@ -26,101 +29,156 @@ bubble X of T: T = longest time from a rank's first action to its last; X = 1 - 
 whole step: T = time from the first action of any rank to the last, because in train.py all ranks end a step together"""
 WORK = 2**14  # limit: chunks of a drawing, squared or times the micro-batches
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
+KINDS = {  # of a box: its meaning, and its colour (Okabe and Ito's)
+    "F": ("forward", "#56b4e9"),
+    "B": ("backward", "#009e73"),
+    "I": ("input gradient", "#cc79a7"),
+    "W": ("weight gradient", "#e69f00"),
+    "U": ("update", "black"),
+    "!": ("backward with other weights than its forward", "#d55e00"),
+    "=": ("a communication runs, hidden", "#bbbbbb"),
+    "#": ("the rank waits for one", "#555555"),
+    "parameters": ("parameters", "#56b4e9"),
+    "gradients": ("gradients", "#009e73"),
+    "master weights": ("master weights", "#cc79a7"),
+    "moments": ("moments", "#e69f00"),
+}
+PARAMETERS = 12_853_626_880  # of configs/gpt3_13b.py
+
+
+class Box(NamedTuple):
+    start: float
+    end: float
+    text: str
+    kind: str  # of KINDS
+    pale: bool = False  # an action in a chunk that is not its rank's first
 
 
 class Picture(NamedTuple):
-    """One timeline as a row of boxes per rank."""
+    """Rows of boxes, for example one timeline."""
 
     title: str
-    schedule: Schedule
-    timeline: Timeline
-    notes: list  # lines below the picture in the terminal
-    versions: dict  # PipeDream: {(rank, F or B): updates in the weights that it uses}; others: empty
-    calls: tuple = ()  # recorded communications: (rank, "=" or "#", start, end)
-
-    @property
-    def ranks(self):
-        return len(self.schedule.actions)
-
-    @property
-    def span(self):
-        return max([self.timeline.makespan, *(start for *_, start, _ in self.calls)])
-
-    @property
-    def later(self):
-        """The chunks that are not their rank's first."""
-        placement = self.schedule.placement
-        return {chunk for chunk, rank in enumerate(placement) if rank in placement[:chunk]}
-
-    def other_weights(self, rank, action):
-        forward = action._replace(kind="F")
-        return action.kind == "B" and self.versions.get((rank, action)) != self.versions.get((rank, forward))
+    rows: list  # (label, Boxes, what is between them in the terminal)
+    length: float  # of the axis
+    notes: list  # lines below the rows
+    recorded: bool = False
 
 
 def terminal(pictures, columns):
     """Return the pictures as text with at most `columns` columns."""
-    asynchronous = any(picture.versions for picture in pictures)
-    label = max(len("version  ") * asynchronous, *(len(f"rank {p.ranks}  ") for p in pictures))
-    scale = columns_per_time(pictures, columns - label)
-    kinds = {event.action.kind for picture in pictures for event in picture.timeline.events}
-    watched = any(picture.calls for picture in pictures)
-    legend = [f"{'|' if kind == 'U' else kind} {meaning}" for kind, (meaning, *_) in KINDS.items() if kind in kinds]
-    legend += ["= a communication runs, hidden", "# the rank waits for one"] * watched
-    lines = ["   ".join([*legend, "small letter: not the rank's first chunk", ".. idle"])]
+    labels = [label for picture in pictures for label, *_ in picture.rows]
+    width = 2 + max(map(len, labels))
+    scale = columns_per_unit(pictures, columns - width)
+    used, texts = [kind for kind in KINDS if kind in kinds_of(pictures)], []
+    legend = [f"{'|' if kind == 'U' else kind} {KINDS[kind][0]}" for kind in used if len(kind) == 1 and kind != "!"]
+    if legend:
+        texts.append("   ".join([*legend, "small letter: not the rank's first chunk", ".. idle"]))
     for picture in pictures:
-        lines += ["", picture.title]
-        for rank in range(picture.ranks):
-            boxes, versions = row_of_boxes(picture, rank, scale)
-            lines.append(f"rank {rank}".ljust(label) + boxes)
-            if picture.versions:
-                lines.append("version".ljust(label) + versions)
-            if picture.calls:
-                lines.append("".ljust(label) + communications(picture, rank, scale))
-        lines += picture.notes
-    return "\n".join([*lines, "", BUBBLE, *[VERSIONS] * asynchronous])
+        texts += ["", picture.title]
+        for label, boxes, between in picture.rows:
+            texts.append(label.ljust(width) + painted(boxes, between, round(picture.length * scale), scale))
+        texts += picture.notes
+    return "\n".join([*texts, *["", BUBBLE] * bool(legend), *[VERSIONS] * ("version" in labels)])
 
 
-def columns_per_time(pictures, columns):
+def kinds_of(pictures):
+    return {box.kind for picture in pictures for _, boxes, _ in picture.rows for box in boxes}
+
+
+def columns_per_unit(pictures, columns):
     """Return the columns of a unit of time. If possible, the shortest action gets a whole number of columns."""
-    events = [event for picture in pictures for event in picture.timeline.events if event.action.kind != "U"]
-    most = columns / max(picture.span for picture in pictures)
-    if not events or any(picture.calls for picture in pictures):
+    boxes = [box for picture in pictures for _, row, _ in picture.rows for box in row if box.end > box.start]
+    most = columns / max(picture.length for picture in pictures)
+    if not boxes or any(picture.recorded for picture in pictures):
         return most
-    shortest = min(event.end - event.start for event in events if event.end > event.start)
+    shortest = min(box.end - box.start for box in boxes)
     room = most * shortest
-    box = 2 + len(str(max(event.action.microbatch for event in events)))  # a letter, a number, a space
-    return min(box, int(room + 1e-6) or room) / shortest
+    wanted = 1 + max(len(box.text) for box in boxes)
+    return min(wanted, int(room + 1e-6) or room) / shortest
 
 
-def row_of_boxes(picture, rank, scale):
-    """Return two texts with `scale` columns a unit of time: the boxes and their versions."""
-    boxes = versions = ""
-    for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
-        begin, stop = max(len(boxes), round(start * scale)), round(end * scale)
-        if action.kind == "U":
-            versions = versions.ljust(stop - 1) + "|"
-        elif stop > begin:
-            letter = action.kind.lower() if action.chunk in picture.later else action.kind
-            name, width = f"{letter}{action.microbatch}", stop - begin
-            box = name.ljust(width - 1, "-") if len(name) <= width else letter
-            boxes = boxes.ljust(begin, ".") + box.ljust(width)
-            if picture.versions:
-                mark = "!" if picture.other_weights(rank, action) else ""
-                versions = versions.ljust(begin) + f"{picture.versions[rank, action]}{mark}"
-    return boxes.ljust(round(picture.timeline.makespan * scale), "."), versions
+def painted(boxes, between, columns, scale):
+    """Return a row of boxes as text, with `scale` columns a unit."""
+    cells = [between] * columns
+    for box in boxes:
+        stop = min(round(box.end * scale), columns)
+        begin = stop - 1 if box.kind == "U" else round(box.start * scale)
+        width = max(0, stop - begin)
+        text = box.text if len(box.text) <= width else box.text[:1]
+        fill = box.kind if box.kind in "=#" else " " if between == " " else "-"
+        last = fill if fill in "=#" else " "
+        cells[begin : begin + width] = text.ljust(width - 1, fill).ljust(width, last)[:width]
+    return "".join(cells).rstrip() if between == " " else "".join(cells)
 
 
-def communications(picture, rank, scale):
-    """Return a text: where a communication of the rank runs (=), where the rank waits (#)."""
-    marks = ["."] * round(picture.span * scale)
-    for mark in "=#":
-        for _, _, start, end in (call for call in picture.calls if call[:2] == (rank, mark)):
-            columns = slice(round(start * scale), min(round(end * scale), len(marks)))
-            marks[columns] = mark * len(marks[columns])
-    return "".join(marks)
+def svg(path, pictures):
+    """Write the pictures below one another, on one axis."""
+    shapes, y, scale = [], 30, 880 / max(picture.length for picture in pictures)
+    left = 10 + 6 * max(len(label) for picture in pictures for label, *_ in picture.rows)
+
+    def write(x, text, look=""):
+        if text:
+            shapes.append(f'<text x="{x:.1f}" y="{y}" {look}>{html.escape(text)}</text>')
+
+    def rectangle(x, width, look):
+        shapes.append(f'<rect x="{x:.1f}" y="{y - 11}" width="{width:.1f}" height="14" {look}/>')
+
+    for i, kind in enumerate(kind for kind in KINDS if kind in kinds_of(pictures)):
+        meaning, colour = KINDS[kind]
+        rectangle(150 * i, 12, f'fill="{colour}"')
+        write(150 * i + 16, meaning)
+    for picture in pictures:
+        y += 26
+        write(0, picture.title, 'font-weight="bold"')
+        for note in picture.notes:
+            y += 14
+            write(0, note)
+        for label, boxes, between in picture.rows:
+            y += 17 * (between != " ")
+            write(0, label * (between != " "))
+            rectangle(left, picture.length * scale * (between != " "), 'fill="#eeeeee"')
+            for box in (box for box in boxes if between != " " or box.kind == "U"):
+                x, width = left + box.start * scale, max(1.0, (box.end - box.start) * scale - 1)
+                rectangle(x, width, f'fill="{KINDS[box.kind][1]}" opacity="{0.5 if box.pale else 1}"')
+                squeezed = f'textLength="{width - 3:.1f}" lengthAdjust="spacingAndGlyphs"'
+                look = squeezed if width < 7 * len(box.text) + 3 else ""
+                write(x + 2, box.text * (width > 5 * len(box.text)), look)
+    size = f'width="{left + 900}" height="{y + 20}" font-family="sans-serif" font-size="10"'
+    text = "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *shapes, "</svg>\n"])
+    with reading(f"--svg={path}"), open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
+
+
+def picture(title, schedule, line, notes, versions=None, calls=None):
+    """Return the Picture of a Timeline.
+
+    versions: of PipeDream, {(rank, F or B): updates in the weights that it uses}. calls: recorded communications, as
+    (rank, "=" or "#", start, end).
+    """
+    rows, versions, placement = [], versions or {}, schedule.placement
+    later = {chunk for chunk, rank in enumerate(placement) if rank in placement[:chunk]}
+    for rank in range(len(schedule.actions)):
+        boxes, below = [], []
+        for _, action, start, end in (event for event in line.events if event.rank == rank):
+            kind, j, chunk = action
+            version, first = (versions.get((rank, a)) for a in (action, action._replace(kind="F")))
+            other = kind == "B" and version != first
+            if kind == "U":
+                below.append(Box(start, end, "|", "U"))
+                continue
+            letter = kind.lower() if chunk in later else kind
+            boxes.append(Box(start, end, f"{letter}{j}", "!" if other else kind, chunk in later))
+            below.append(Box(start, end, f"{version}!" if other else f"{version}", kind))
+        rows.append((f"rank {rank}", boxes, "."))
+        if versions:
+            rows.append(("version", below, " "))
+        if calls is not None:
+            rows.append(("", [Box(a, b, "", mark) for who, mark, a, b in calls if who == rank], "."))
+    length = max([line.makespan, *(start for *_, start, _ in calls or ())])
+    return Picture(title, rows, length, notes, calls is not None)
 
 
 def simulated_picture(name, chunks, stages, microbatches, cost, comm, steps=1, stashing=True):
@@ -150,11 +208,11 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, steps=1, s
         peak += f" | {formula.peak} = {peaks}"
     if asynchronous:
         title += f", {microbatches} updates" + ("" if stashing else ", without weight stashing")
-    return Picture(title, schedule, line, [bubble, peak], versions)
+    return picture(title, schedule, line, [bubble, peak], versions)
 
 
 def updated(line, stages, stashing):
-    """Return (Timeline, `Picture.versions`) of PipeDream: 1F1B's order without a pause, and an update after each B."""
+    """Return (Timeline, `versions` of `picture`) of PipeDream: 1F1B's order without a pause, an update after each B."""
     events, versions = [], {}
     for event in line.events:
         rank, (kind, j, chunk), _, end = event
@@ -199,54 +257,60 @@ def recorded_pictures(path, window=""):
         whole = [step for step in steps if sorted(event[:2] for event in steps[step]) == actions]
         if not whole:
             raise ValueError("no step has each action once")
-        step = max(whole)
-        begin = min(event.start for event in steps[step])
-        events = [Event(*row) for row in cut(steps[step], begin)]
+        events, ranks = steps[max(whole)], len(schedule.actions)
+        begin, end = min(event.start for event in events), max(event.end for event in events)
         kinds = sorted({event.action.kind for event in events})
         cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in kinds}
-        simulated, recorded = simulate(schedule, cost), timeline(events, len(schedule.actions))
-        calls = cut(calls, begin)
-        if window:
-            first, last = map(float, window.split(","))
-            last = min(last, recorded.makespan)
-            if not 0 <= first < last:
-                raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {recorded.makespan:.0f} ms")
-    means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
-    title = f"{schedule.name}, ideal: {means}, messages no time"
-    ideal = Picture(title, schedule, simulated, notes_of(simulated, "ms"), {})
-    title = f"{schedule.name}, recorded: step {step}"
-    picture = Picture(title, schedule, recorded, notes_of(recorded, "ms"), {}, calls)
-    return [zoomed(picture, first, last)] if window else [ideal, picture]
+        simulated, recorded = simulate(schedule, cost), timeline(cut(events, begin), ranks)
+        title = f"{schedule.name}, recorded: step {max(whole)}"
+        if not window:
+            means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
+            ideal = f"{schedule.name}, ideal: {means}, messages no time"
+            shown = picture(title, schedule, recorded, notes_of(recorded, "ms"), calls=cut(calls, begin))
+            return [picture(ideal, schedule, simulated, notes_of(simulated, "ms")), shown]
+        first, last = map(float, window.split(","))
+        last = min(last, end - begin)
+        if not 0 <= first < last:
+            raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {end - begin:.0f} ms")
+    part = recorded._replace(events=cut(events, begin + first, begin + last), makespan=last - first)
+    title += f", {first:g} to {last:g} ms"
+    return [picture(title, schedule, part, notes_of(recorded, "ms"), calls=cut(calls, begin + first, begin + last))]
 
 
 def cut(rows, begin, end=math.inf):
     """Return the parts of rows (..., start, end) between two times, counted from `begin`."""
     moved = [(*head, max(a, begin) - begin, min(b, end) - begin) for *head, a, b in rows]
-    return [row for row in moved if row[-2] < row[-1]]
-
-
-def zoomed(picture, begin, end):
-    """Return the part of a Picture between two times."""
-    events = [Event(*row) for row in cut(picture.timeline.events, begin, end)]
-    line = picture.timeline._replace(events=events, makespan=end - begin)
-    title = f"{picture.title}, {begin:g} to {end:g} ms"
-    return picture._replace(title=title, timeline=line, calls=cut(picture.calls, begin, end))
+    return [Event(*row) for row in moved if row[-2] < row[-1]]
 
 
 def read_trace(path):
-    """Return (Schedule, {step: Events}, `Picture.calls`) of data rank 0 in a trace, in milliseconds."""
+    """Return (Schedule, {step: Events}, `calls` of `picture`) of data rank 0 in a trace, in milliseconds."""
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
     about, steps, calls = trace["otherData"], {}, []
     sizes = [about.get(name) for name in ("stages", "microbatches", "chunks")]
     for e in (e for e in trace["traceEvents"] if e["pid"] == 0 and "dur" in e):
         start, end = e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000
-        if e["cat"] in KINDS:
+        if e["cat"] in "FBIW":
             action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
             steps.setdefault(e["args"]["step"], []).append(Event(e["tid"], action, start, end))
         else:
             calls.append((e["tid"], "=" if e["cat"] == HIDDEN else "#", start, end))
-    return simulation.build(about["schedule"], *sizes), steps, calls
+    return simulation.build(about["schedule"], *sizes), steps, sorted(calls, key=lambda call: call[1] == "#")
+
+
+def zero_picture(n):
+    """Return the Picture of ZeRO 0 to 3: GB of the model states on one of n ranks."""
+    rows = []
+    for stage in range(4):
+        boxes, at = [], 0.0
+        for part, size in model_states(PARAMETERS, n, stage).items():
+            end = at + float(size) / 1e9
+            boxes.append(Box(at, end, f"{part} {end - at:.1f}", part))
+            at = end
+        rows.append((f"ZeRO-{stage} {at:6.1f} GB", boxes, "."))
+    title = f"GB of a rank: {PARAMETERS:,} parameters, dp={n}, bf16, AdamW (parameters, gradients, masters, moments)"
+    return Picture(title, rows, max(boxes[-1].end for _, boxes, _ in rows), [])
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -268,6 +332,7 @@ def parse_arguments(arguments):
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
+    add("--zero", type=int, choices=range(1, 4097), metavar="N", help="draw only ZeRO 0 to 3 on N data ranks")
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
     add("--window", default="", metavar="A,B", help="with --trace: draw only the milliseconds from A to B of the step")
     add("--svg", metavar="FILE", help="also write the pictures to a file")
@@ -276,6 +341,8 @@ def parse_arguments(arguments):
 
 def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError."""
+    if options.zero:
+        return [zero_picture(options.zero)]
     if options.trace:
         return recorded_pictures(options.trace, options.window)
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches * options.steps) > WORK:
@@ -302,7 +369,7 @@ def main(arguments=None):
     pictures = pictures_of(options)
     print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns))
     if options.svg:
-        figures.timelines(options.svg, pictures)
+        svg(options.svg, pictures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import config as configuration
-from accounts import bubbles, figures, memory, meta
+from accounts import bubbles, memory, meta
 from accounts.devices import DEVICES
 from accounts.search import RESERVED, SHORT, has_head, model_of
 from errors import UserError, exit_on_user_error, explained, reading
@@ -180,13 +180,10 @@ def page():
 
 
 def main(arguments=None):
-    """Write the page; with --svg only GUIDE's bars of ZeRO 0 to 3."""
+    """Write the page."""
     parser = Parser(prog="python -m accounts.page", allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="lecture.html", metavar="FILE", help="the page (default: lecture.html)")
-    parser.add_argument("--svg", metavar="FILE", help="draw only the model states of gpt3_13b with ZeRO 0 to 3, dp=16")
     options = parser.parse_args(arguments)
-    if options.svg:
-        return figures.zero_states(options.svg, model_named("gpt3_13b").parameters, 16)
     with explained(options.out):
         Path(options.out).write_text(text := page(), "utf-8")
     print(f"{options.out}: {len(text.encode()):,} bytes; open it in a browser")

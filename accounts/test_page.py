@@ -13,10 +13,10 @@ import pytest
 
 import config
 import plan
-from accounts import draw, page, search, traffic
+from accounts import bubbles, draw, page, search, traffic
 from accounts.devices import DEVICES
 from errors import UserError
-from parallel import schedules
+from parallel import schedules, simulation
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CACHED = Path.home().glob(".cache/ms-playwright/chromium*/*/*shell")  # playwright install chromium
@@ -119,6 +119,15 @@ def answers(text, folder):
     return json.loads(html.unescape(found[1]))
 
 
+def timeline_of(options):
+    (name,), (F, I, W) = options.names, map(float, options.cost.split(","))
+    chunks = options.chunks if schedules.usual_chunks(name) > 1 else 1
+    schedule = simulation.build(name, options.stages, options.microbatches, chunks)
+    cost = {"F": F, "B": I + W, "I": I, "W": W}
+    v = draw.chunks_per_rank(schedule)
+    return bubbles.simulate(schedule, {kind: time / v for kind, time in cost.items()}, options.comm)
+
+
 def check_schedules(found):
     """Compare with `python -m accounts.draw`: the command below the picture."""
     errors = formulas = 0
@@ -130,7 +139,7 @@ def check_schedules(found):
             assert shown["wrong"] == answer["error"] == str(error)
             errors += 1
             continue
-        line, numbers = picture.timeline, ("bubble", "makespan", "span", "peak")
+        line, numbers = timeline_of(draw.parse_arguments(words)), ("bubble", "makespan", "span", "peak")
         for name, value in [*((name, getattr(line, name)) for name in numbers), ("whole", line.step_bubble)]:
             assert answer[name] == pytest.approx(value, abs=1e-10), (words, name)
         assert float(shown["bubble"].removesuffix(" %")) == pytest.approx(100 * line.bubble, abs=0.0501)

@@ -1,5 +1,6 @@
-"""The pictures show the numbers: a test compares the texts in a file (accounts/figures.py)."""
+"""The pictures show the numbers: a test compares the texts in a file."""
 
+import itertools
 import json
 import math
 import sys
@@ -8,9 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from accounts import curve, draw, figures, memory, page, traffic
+import config as configuration
+from accounts import curve, draw, memory, traffic
 from accounts.metrics import to_json
 from errors import UserError
+from model import unit_specs
 from testing.tiny import tiny_config
 
 
@@ -35,7 +38,7 @@ def test_two_layouts_have_equal_curves(tmp_path):
     assert {"tiny", "tiny_2x2", "iterations"} <= set(texts(tmp_path / "loss.svg"))
 
 
-def test_two_runs_are_compared_and_speeds_are_drawn(tmp_path, capsys):
+def test_two_runs_are_compared(tmp_path, capsys):
     for n, scale in ((4, 3.0), (1, 1.0)):
         rows = [{"iteration": i, "lm_loss": 2.0 + n * i, "processes": n if i else 8, "tokens_per_second": s * scale}
                 for i, s in enumerate((7.0, 1.0, 90.0, 100.0, 110.0))]  # fmt: skip
@@ -46,11 +49,6 @@ def test_two_runs_are_compared_and_speeds_are_drawn(tmp_path, capsys):
     assert "1 - 4: at most 12, at iteration 4" in capsys.readouterr().out
     nan = curve.Curve("nan", [(1, 2.0), (2, math.nan), (3, math.nan)], [])
     assert curve.loss_differences(curve.read_curve(runs[0]), nan) == ["nan - 4: at most nan, at iteration 2"]
-    curve.main(["--speed", *runs, f"--svg={tmp_path}/x.svg"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "1 processes 100 tokens/s 1.00 of linear".split()
-    assert lines[1] == "4 processes 300 tokens/s 0.75 of linear".split()
-    assert {"measured", "linear", "processes", "tokens/s"} <= set(texts(tmp_path / "x.svg"))
 
 
 def test_a_curve_may_end_in_nan_and_in_a_cut_row(tmp_path):
@@ -81,7 +79,7 @@ def test_a_drawing_has_the_bubble_and_the_activations_in_flight(tmp_path, capsys
 def test_a_backward_with_other_weights_is_marked(tmp_path, capsys):
     for marked, more in enumerate(([], ["--without_stashing"])):
         draw.main(["pipedream", "--stages=2", "--microbatches=4", f"--svg={tmp_path}/x.svg", *more])
-        assert (figures.KINDS["!"][0] in texts(tmp_path / "x.svg")) == marked
+        assert (draw.KINDS["!"][0] in texts(tmp_path / "x.svg")) == marked
 
 
 def test_pipedream_pays_its_bubble_once_and_1f1b_in_each_step(tmp_path, capsys):
@@ -93,76 +91,43 @@ def test_pipedream_pays_its_bubble_once_and_1f1b_in_each_step(tmp_path, capsys):
     assert "bubble 0.0588 of 51 | whole step: 0.1111 of 54\n" in capsys.readouterr().out, "a formula is of one step"
     options = draw.parse_arguments(["1f1b", "interleaved", "pipedream", "--steps=3"])
     for picture in draw.pictures_of(options):
-        done = [(rank, action) for rank, action, *_ in picture.timeline.events if action.kind != "U"]
-        actions = [len(actions) for actions in picture.schedule.actions]
-        assert len(done) == len(set(done)) == sum(actions) * (1 if picture.versions else 3)
-        assert {action.microbatch for _, action in done} == set(range(24))
-        assert picture.timeline.peak[0] <= 11, "a step begins before the last one has ended"
+        for _, boxes, between in picture.rows:
+            if between == ".":
+                assert {int(box.text[1:]) for box in boxes} == set(range(24))
+                assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(boxes)), "two at once"
 
 
 def test_the_bars_of_zero_are_the_model_states(tmp_path):
-    page.main([f"--svg={tmp_path}/x.svg"])
-    words = texts(tmp_path / "x.svg")
+    draw.main(["--zero=16", f"--svg={tmp_path}/x.svg"])
+    words = set(texts(tmp_path / "x.svg"))
     for stage in range(4):
-        states = memory.model_states(page.model_named("gpt3_13b").parameters, 16, stage)
-        sizes = [float(size) / 1e9 for size in states.values()]
-        shown = [f"{sum(sizes):.1f} GB", *(f"{size:.1f}" for size in sizes if size > 8)]
-        assert {f"ZeRO-{stage}", *states, *shown} <= set(words)
+        states = memory.model_states(draw.PARAMETERS, 16, stage)
+        wide = {f"{what} {float(size) / 1e9:.1f}" for what, size in states.items() if size > 20e9}
+        assert wide | {*states} <= words, stage
+
+
+def test_the_size_of_gpt3_13b():
+    c = configuration.load(["configs/gpt3_13b.py"])
+    specs = {spec.name: spec for unit in unit_specs(c) for spec in unit}
+    assert draw.PARAMETERS == sum(math.prod(spec.shape) for spec in specs.values())
 
 
 # --- traffic ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "ranks, fields",
-    [
-        (8, dict(dp=2, tp=2, pp=2, zero=2, schedule="zb-h1")),
-        (12, dict(dp=1, tp=2, pp=6, num_layers=6, sequence_parallel=True, micro_batch_size=4)),
-        (1, dict(dp=1)),
-        (4, dict(dp=4, zero=2, zero_copies=2)),
-    ],
-)
-def test_the_numbers_in_the_picture_are_the_ledgers(tmp_path, ranks, fields):
-    p = traffic.predict_step(tiny_config(**fields), ranks)
-    figures.traffic(tmp_path / "x.svg", p)
-    words, tables = texts(tmp_path / "x.svg"), traffic.predicted_tables(p)
-    rows = [set(word.split()) for word in words]  # str.split splits at no-break spaces, too
-    for stage, sent in enumerate(p.sent):
-        for key, (_, count) in sent.items():
-            assert f"{float(count):,.0f}" in tables
-            assert stage >= 4 or any({key[0], *key[1].split(), f"{float(count):,.0f}"} <= words for words in rows), key
-    assert ("copies: copies of shards" in words) == (p.layout.config.zero_copies > 1)
-    assert "sent per step by rank 0, predicted" in tables and f"{min(ranks, 8) - 1}" in words
-
-
-@pytest.mark.parametrize(
-    "fields, dp, copies",
-    [
-        (dict(dp=4), [(0, 1), (1, 2), (2, 3)], []),
-        (dict(dp=4, zero=2, zero_copies=2), [(0, 1), (2, 3)], [(0, 2), (1, 3)]),
-        (dict(dp=2, cp=2, zero=1, zero_copies=2), [], [(0, 2), (1, 3)]),
-    ],
-)
-def test_rings_end_where_the_shards_do(tmp_path, monkeypatch, fields, dp, copies):
-    """Over the data ranks 0 to 3, which are below one another."""
-    arrows = []
-
-    def annotate(axes, text, end, begin, arrowprops):
-        arrows.append((arrowprops["color"], tuple(round(y / -1.25) for _, y in (begin, end))))
-
-    monkeypatch.setattr("matplotlib.axes.Axes.annotate", annotate)
-    figures.traffic(tmp_path / "x.svg", traffic.predict_step(tiny_config(**fields), 4))
-    for axis, links in (("dp", dp), ("copies", copies)):
-        assert sorted(link for colour, link in arrows if colour == figures.AXES[axis][1]) == links
+def test_the_groups_and_the_numbers_of_the_ledger():
+    p = traffic.predict_step(tiny_config(2, 2, pp=2, zero=2, schedule="zb-h1"), 8)
+    assert traffic.groups(p.layout).splitlines()[0] == "dp: ranks 0 4 | 1 5 | 2 6 | 3 7"
+    tables = traffic.predicted_tables(p)
+    assert all(f"{float(size):,.0f}" in tables for sent in p.sent for _, size in sent.values())
 
 
 # --- all pictures -----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_missing_and_a_missing_matplotlib_are_one_line(tmp_path, monkeypatch):
-    curves = [curve.read_curve(RUNS[0])]
     with pytest.raises(UserError, match=r"^--svg=.*nowhere/x.svg: No such file or directory$"):
-        figures.curves(tmp_path / "nowhere" / "x.svg", curves)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+        draw.main([f"--svg={tmp_path}/nowhere/x.svg"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"^--svg=x.svg: .*pip install matplotlib$"):
-        figures.curves("x.svg", curves)
+        curve.draw("x.svg", [curve.read_curve(RUNS[0])])

@@ -1,10 +1,10 @@
-"""Predict and draw who sends what in one step, without processes and tensors.
+"""Predict who sends what in one step, without processes and tensors.
 
-    python -m accounts.traffic configs/tiny.py --ranks=8 --tp=2 --pp=2 --zero=2 --svg=traffic.svg
+    python -m accounts.traffic configs/tiny.py --ranks=8 --tp=2 --pp=2 --zero=2
 
-prints the predicted tables of `train.py --ledger` for each pipeline rank (dp rank 0, tp rank 0). --svg also draws who
-sends to whom (slide "3-D Parallelism"), above the table (slide "分散並列学習"). dtype=auto is a CPU's fp32; any other
-dtype is predicted for a GPU.
+prints who sends to whom (slide "3-D Parallelism"), and the predicted tables of `train.py --ledger` (slide
+"分散並列学習") for each pipeline rank (dp rank 0, tp rank 0). dtype=auto is a CPU's fp32; any other dtype is predicted
+for a GPU.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import config as configuration
-from accounts import figures, ledger, memory, report
+from accounts import ledger, memory, report
 from errors import UserError, exit_on_user_error
 from model import unit_specs
 from operations import DTYPES, resolved_dtype
@@ -62,18 +62,26 @@ def predicted_tables(p):
     return "\n\n".join(texts)
 
 
+def groups(layout):
+    """Return as text the ranks that send to each other, over each axis. copies: consecutive parts of data."""
+    c = layout.config
+    ranks, lines = grid(ledger.axis_sizes(layout)["world"], c.tp, c.pp, c.cp, c.order), []
+    for i, axis in enumerate(("dp", "pp", "cp", "tp")):
+        members = sorted(ranks.swapaxes(i, 3).reshape(-1, ranks.shape[i]).tolist())
+        if ranks.shape[i] > 1:
+            lines.append(f"{axis}: ranks {' | '.join(' '.join(map(str, of)) for of in members)}")
+    return "\n".join(lines)
+
+
 def main(arguments=None):
-    """Print the tables of each stage, and draw them with --svg. A field of the configuration is a word, too."""
-    usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...] [--svg=FILE]"
+    """Print the groups and the tables of each stage. A field of the configuration is a word, too."""
+    usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...]"
     parser = Parser(prog="python -m accounts.traffic", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of processes")
-    parser.add_argument("--svg", metavar="FILE", help="draw who sends what to whom")
     options, fields = parser.parse_known_args(arguments)
     prediction = predict_step(configuration.load(fields), options.ranks)
-    print(predicted_tables(prediction))
-    if options.svg:
-        figures.traffic(options.svg, prediction)
+    print(groups(prediction.layout), predicted_tables(prediction), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ def leaderboard():
     """Print all synchronous schedules, in two classes, the smallest peak first."""
     rows = [(PLAIN, peak, bubble, bubble, "the best possible") for peak, bubble in BEST]
     for name in schedules.SCHEDULES:
-        picture = draw.simulated_picture(name, schedules.usual_chunks(name), P, M, COST, COMM)
-        kinds = {action.kind for actions in picture.schedule.actions for action in actions}
-        plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}
-        line = picture.timeline
-        peak = max(line.peak) / draw.chunks_per_rank(picture.schedule)  # in whole stages
+        schedule = simulation.build(name, P, M, schedules.usual_chunks(name))
+        kinds, v = {action.kind for actions in schedule.actions for action in actions}, draw.chunks_per_rank(schedule)
+        plain = len(schedule.parts) == P and kinds == {"F", "B"}
+        line = bubbles.simulate(schedule, {kind: duration / v for kind, duration in COST.items()}, COMM)
+        peak = max(line.peak) / v  # in whole stages
         rows.append((PLAIN if plain else "others", peak, line.bubble, line.step_bubble, name))
     texts = [(what, name, f"{peak:g}", *(f"{x:.4f}" for x in bubbles)) for what, peak, *bubbles, name in sorted(rows)]
     print(f"{P} stages, {M} micro-batches, F = I = W = 1, B = 2, a message takes {COMM}")

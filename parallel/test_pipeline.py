@@ -383,11 +383,11 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
         assert ran == [tuple(action) for action in schedule.actions[rank]] and len(waits) > m + 2
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(done))
     ideal, recorded = draw.recorded_pictures(str(trace))
-    assert "step 12" in recorded.title and ideal.schedule == schedule
+    assert "step 12" in recorded.title and len(ideal.rows) == 2
     (part,) = draw.recorded_pictures(str(trace), "0,inf")
-    assert {(rank, mark) for rank, mark, *_ in part.calls} == {*itertools.product((0, 1), "=#")}
-    assert part.timeline.events == recorded.timeline.events and "#" in draw.terminal([part], 500).splitlines()[4]
-    assert draw.terminal([part._replace(timeline=part.timeline._replace(events=[]))], 500)  # all ranks wait
+    assert {box.kind for box in part.rows[1][1]} == {box.kind for box in part.rows[3][1]} == {"=", "#"}
+    assert part.rows[::2] == recorded.rows[::2] and "#" in draw.terminal([part], 500).splitlines()[4]
+    assert draw.terminal([part._replace(rows=[("", row, ".") for _, row, _ in part.rows[1::2]])], 500)  # all ranks wait
     with pytest.raises(UserError, match="window"):
         draw.recorded_pictures(str(trace), "9,5")
 
