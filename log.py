@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from accounts.devices import peak_tflops
 from accounts.flops import hardware_flops, model_flops
-from accounts.meter import max_resident
-from accounts.metrics import keep_rows, set_aside, to_json
+from accounts.metrics import keep_rows, max_resident, set_aside, to_json
 from errors import agreed, explained, reading
 from parallel.watch import Tool
 from recovery import checkpoint

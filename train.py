@@ -22,7 +22,6 @@ import config as configuration
 import data
 import operations
 import reference
-from accounts import report
 from log import Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from operations import DTYPES
@@ -281,7 +280,10 @@ def run_training(config, mesh, device):
             return
         logger = agree(mesh.world, lambda: Logger(run, path))
         stack.callback(logger.close)
-        stack.enter_context(report.watching(run, logger.say))
+        if config.ledger or config.trace or config.profile or config.delay:
+            from accounts.report import watching  # only these runs need the instruments
+
+            stack.enter_context(watching(run, logger.say))
         run.signals.watch(stack)
         if mesh.rank == 0:
             stack.enter_context(signs_of_life(run, logger.say))

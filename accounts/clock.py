@@ -10,14 +10,17 @@ message the wait since both ranks have started it (by the clocks of their hosts)
 the communication started (`parallel/watch.py`).
 """
 
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from parallel.comm import NOT_A_STEP, gather_objects
+from parallel.schedules import Action
 from parallel.watch import Tool
 
 STEPS = 10  # latest steps whose calls are kept
@@ -73,12 +76,20 @@ class Call:
         return [self.clock.at(mark) for mark in (self.started, self.began, self.ended)]
 
 
+class Span(NamedTuple):
+    """An action, or a wait for a message."""
+
+    subject: tuple  # the Action, or the message's key
+    began: object  # marks
+    ended: object
+
+
 class Clock(Tool):
-    """Context: make a Call of each communication of a step. steps: {iteration: [Call]}."""
+    """Context: record the Calls and the Spans of the latest steps. steps: {iteration: [Call or Span]}."""
 
     def __init__(self, run):
         self.watch, self.counters, self.delay = run.mesh.watch, run.counters, run.config.delay / 1000
-        self.on_gpu, self.steps = run.device.type == "cuda", {}
+        self.on_gpu, self.steps, self.schedule = run.device.type == "cuda", {}, None
 
     def __enter__(self):
         self.zero = self.now(), self.on_gpu and self.mark()
@@ -104,6 +115,27 @@ class Clock(Tool):
     def at(self, mark):
         return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
 
+    def span(self, phase, subject):
+        if phase == "pipeline":
+            self.schedule = subject
+        return self.spanned(subject) if phase == "wait" or isinstance(subject, Action) else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def spanned(self, subject):
+        self.began = self.mark()
+        yield  # a wait within an action moves `began` to its own end
+        ended = self.mark()
+        self.latest().append(Span(subject, self.began, ended))
+        self.began = ended
+
+    def latest(self):
+        """Return the list of this step, and forget old ones."""
+        step = self.counters.iteration
+        if step not in self.steps:
+            self.steps[step], self.numbers = [], Counter()
+            self.steps = dict([*self.steps.items()][-STEPS:])
+        return self.steps[step]
+
     def started(self, pending, phase, axis, what, operation, peer):
         """Put a Call in place of torch's handle. Its key ends in its number in the step: all ranks count alike."""
         step = self.counters.iteration
@@ -111,20 +143,18 @@ class Clock(Tool):
             pending.work = DelayedWork(pending.work, self.delay)
         if phase in NOT_A_STEP:
             return
-        if step not in self.steps:
-            self.steps[step], self.numbers = [], Counter()
-            self.steps = dict([*self.steps.items()][-STEPS:])
-        ranks, name = axis.ranks, (axis.name, what, operation)
+        calls, ranks, name = self.latest(), axis.ranks, (axis.name, what, operation)
         if peer is not None:
             ranks, name = (axis.ranks[axis.rank], peer)[:: 1 if operation == "send" else -1], ()
         self.numbers[ranks, name] += 1
         key = ranks, name, step, self.numbers[ranks, name]
         pending.work = Call(self, (phase, axis.name, what, operation), key, pending.work)
-        self.steps[step].append(pending.work)
+        calls.append(pending.work)
 
     def ended(self):
+        """Return the Calls that have ended."""
         self.now()
-        return [call for calls in self.steps.values() for call in calls if call.ended]
+        return [call for of_step in self.steps.values() for call in of_step if isinstance(call, Call) and call.ended]
 
     def table(self, mesh):
         """Return {row: (calls, ms of waits, ms of the wire)} of rank 0. Every rank must call this.

@@ -10,8 +10,6 @@ On the CPU, without --delay, the measured bytes equal the formulas exactly. Othe
       support the head size.
 """
 
-import resource
-import sys
 import weakref
 from contextlib import contextmanager
 
@@ -19,6 +17,7 @@ import torch
 
 from accounts.memory import PEAK, RECOMPUTED, WHOLE
 from accounts.meta import storage_id
+from accounts.metrics import max_resident
 from parallel.schedules import Action
 from parallel.watch import Tool
 
@@ -127,8 +126,3 @@ class Activations(Tool):
         """Return the sum of {storage: bytes} without the flat buffers."""
         states = {storage_id(flat) for _, flat in flat_buffers(self.executor.zero)}
         return sum(size for storage, size in sizes.items() if storage not in states)
-
-
-def max_resident():
-    """Return a number of bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)

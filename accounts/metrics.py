@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,3 +46,8 @@ def keep_rows(path, iteration):
         new = path.with_suffix(".new")
         new.write_text(lines)
         new.replace(path)
+
+
+def max_resident():
+    """Return the most bytes that this process has had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)

@@ -18,8 +18,6 @@ def watching(run, say):
         raise agreed(f"delay={c.delay}: only on a CPU; a GPU's communications take time")
     if c.trace:
         agree(mesh.world, lambda: trace.check_file(c.trace) if mesh.rank == 0 else None)
-        record = trace.Trace(mesh, run.device, run.counters.iteration)
-        mesh.watch.tools.append(record)
     with contextlib.ExitStack() as stack:
         times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
         if c.profile:
@@ -31,7 +29,7 @@ def watching(run, say):
         if waits := times.table(mesh):
             say(f"\n{waited_table(mesh.watch.ledger, run.steps.total(), waits)}")
     if c.trace and run.steps:
-        agree(mesh.world, lambda: trace.write_trace(c, record, mesh, times))
+        agree(mesh.world, lambda: trace.write_trace(c, mesh, times))
 
 
 def measured_tables(run, activations):

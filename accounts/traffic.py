@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import config as configuration
-from accounts import ledger, memory, report
+from accounts import ledger, memory
 from errors import UserError, exit_on_user_error
 from model import unit_specs
 from operations import DTYPES, resolved_dtype
@@ -53,6 +53,8 @@ def predict_step(config, ranks, device=None):
 
 def predicted_tables(p):
     """Return as text what the first rank of each stage sends and keeps."""
+    from accounts import report  # a run needs only `predict_step`
+
     texts, c = [], p.layout.config
     ranks = grid(ledger.axis_sizes(p.layout)["world"], c.tp, c.pp, c.cp, c.order)
     for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):

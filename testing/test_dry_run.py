@@ -11,7 +11,7 @@ import torch.distributed as dist
 import operations
 import train
 from accounts import ledger, memory
-from accounts.meter import max_resident
+from accounts.metrics import max_resident
 from config import Config
 from errors import UserError
 from parallel import schedules
