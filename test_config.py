@@ -185,6 +185,7 @@ def test_a_typo_is_answered_with_the_nearest(name):
 def test_the_check_does_not_grow_with_the_batch(monkeypatch):
     """interleaved needs multiples of pp=4: a small number with the same remainder is checked."""
     built, build = [], simulation.build
+    configuration.parts_of.cache_clear()
     monkeypatch.setattr(simulation, "build", lambda *args: built.append(args[2]) or build(*args))
     fields = dict(train_iters=1, micro_batch_size=1, pp=4, schedule="interleaved", chunks=2, num_layers=6)
     configuration.check(Config(global_batch_size=8000, **fields), 4)
