@@ -9,6 +9,7 @@ configured, to TensorBoard and Weights & Biases (W&B).
 """
 
 import math
+import os
 import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,6 +24,7 @@ from accounts.devices import peak_tflops
 from accounts.flops import hardware_flops, model_flops
 from accounts.metrics import keep_rows, max_resident, set_aside, to_json
 from errors import agreed, explained, reading
+from parallel.schedules import Action
 from parallel.watch import Tool
 from recovery import checkpoint
 from recovery.replicas import APART
@@ -72,6 +74,40 @@ class Timers(Tool):
         for phase, start, stop in spans:
             totals[phase] += start.elapsed_time(stop) if self.on_gpu else 1000 * (stop - start)
         return {TIMED[phase]: total / iterations for phase, total in totals.items() if total}
+
+
+class InStep(Tool):
+    """On rank 0: a bar of the actions of a step that takes LONG seconds, and the answer to a signal.
+
+    say: prints a text.
+    """
+
+    LONG = 15
+
+    def __init__(self, run, say):
+        self.run, self.say, self.answered, self.bar = run, say, False, None
+
+    @contextmanager
+    def span(self, phase, subject):
+        if phase == "pipeline":
+            actions = len(subject.actions[self.run.mesh.pp.rank])
+            looks = dict(desc="this step", unit=" actions", leave=False, dynamic_ncols=True, disable=None)
+            with tqdm(total=actions, delay=self.LONG, **looks) as self.bar:
+                yield
+            return
+        yield
+        if isinstance(subject, Action):
+            self.bar.update()
+            self.answer()
+
+    def answer(self):
+        if self.run.signals.stop and not self.answered:
+            self.answered, limit = True, "a second Ctrl-C ends it now, unsaved"
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                limit = "torchrun ends it, unsaved, after --shutdown-timeout (default: 30 s)"
+                if "SLURM_JOB_ID" in os.environ:
+                    limit += ", Slurm (scancel, preemption) after KillWait (default: 30 s)"
+            self.say(f"a signal: the run stops and saves after this step; {limit}")
 
 
 # --- from steps to a row of numbers -----------------------------------------------------------------------------------

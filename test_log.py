@@ -14,10 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import log
+import train
 from accounts import devices, flops
 from accounts.metrics import read_metrics
 from config import Config
 from errors import UserError
+from testing.tiny import AfterActions, built, tiny_batches, tiny_config
 
 STEP = log.StepNumbers(1 / 3, 0.1, 1e-3, skipped=False, stop=False, apart=False, loss_scale=1.0, samples=50)
 
@@ -445,6 +447,26 @@ def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     assert lines[3].startswith(" validation loss of ja at iteration 20 | lm loss value: 4.0") and len(lines) == 5
     progress = "en: 2,000 tokens, 0.500 epochs | ja: 9 tokens, 2.000 epochs"
     assert out == [a, times, b, times, *lines, c, times, progress, "saved"]
+
+
+def test_a_long_step_has_a_bar_and_answers_a_signal_once(monkeypatch):
+    run, said, shown = built(tiny_config(1)), [], []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(log.InStep, "LONG", 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+
+    def see():
+        shown.append(tool.bar.n)
+        run.signals.stop = tool.bar.n >= 3
+
+    run.mesh.watch.tools += [tool := log.InStep(run, said.append), AfterActions(see)]
+    train.train_step(run, tiny_batches(run))
+    assert shown == [0, 1, 2, 3, 4, 5] and tool.bar.n == 6  # F and B of 3 micro-batches. `see` comes before the bar
+    assert "0/6" in sys.stderr.getvalue()
+    assert said == [
+        "a signal: the run stops and saves after this step; torchrun ends it, unsaved, after "
+        "--shutdown-timeout (default: 30 s)"
+    ]
 
 
 def test_the_memory_of_a_gpu_has_megatrons_four_numbers(monkeypatch):

@@ -22,7 +22,7 @@ import config as configuration
 import data
 import operations
 import reference
-from log import Interval, Logger, PendingStep, Timers, validation_lines
+from log import InStep, Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from operations import DTYPES
 from parallel import schedules
@@ -33,7 +33,6 @@ from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
-from recovery.signs import signs_of_life
 from recovery.start import compare_hosts, describe, load_config, open_files
 from tokenizer import COPY
 
@@ -286,7 +285,7 @@ def run_training(config, mesh, device):
             stack.enter_context(watching(run, logger.say))
         run.signals.watch(stack)
         if mesh.rank == 0:
-            stack.enter_context(signs_of_life(run, logger.say))
+            mesh.watch.tools.append(InStep(run, logger.say))
         train(run, tokens["train"], tokens.get("val"), logger)
 
 

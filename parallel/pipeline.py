@@ -101,7 +101,6 @@ class Executor:
         self.training_schedule = schedule
         self.step = PipelineStep(schedule)  # the latest one
         self.real_losses = False  # the head computes with its losses, so forward computes them, too
-        self.work = 0  # of the latest step: 1 for a unit's forward, 2 for its backward
         connect(mesh, schedule, zero.device)
 
     def run(self, batches, count, factor):
@@ -140,7 +139,6 @@ class Executor:
 
     def _execute(self, messages, rows):
         """Run this rank's actions. rows[j]: of x in micro-batch j; in a validation they differ."""
-        self.work = 0
         self.step.mail = mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in self.step.schedule.actions[self.mesh.pp.rank]:
             method, phase = METHODS[action.kind]
@@ -241,7 +239,6 @@ class Executor:
 
     def _gather(self, chunk, i, step):
         """Make the parameters of unit i whole. Start to gather those of the next, i + step."""
-        self.work += 1 if step > 0 else 2
         following = chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else []
         for bucket in [*chunk.buckets[i], *following]:
             bucket.start_gather()
