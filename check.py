@@ -5,7 +5,7 @@
 
 The model is that of the configuration, in float64, with fewer layers, tokens and words (`small`). Each layout trains
 three iterations with `train.run_training`, as a user would, and is compared with one process: metrics.jsonl, weights,
-copies. Exit code 1: a check failed. A layout that the program refuses is skipped.
+copies. Communications come late (testing/adversary.py). Exit code 1: a check is WRONG, or a layout refused.
 """
 
 import os
@@ -202,7 +202,7 @@ def show(name, check, *arguments):
     except UserError as error:
         cause = str(error)
         changed = re.search("is changed: it is no|no counterpart", cause)  # `convert.exported`
-        word = "WRONG" if changed else "skipped"
+        word = "refused" if check is layout else "changed" if changed else "skipped"
     except pytest.fail.Exception as error:
         word, cause = "WRONG", in_one_line(str(error))
     except Exception:  # the reader's code may raise anything
@@ -214,7 +214,7 @@ def show(name, check, *arguments):
         if (before := CAUSES.setdefault(key, name)) != name:
             lines = [f"as {before}: {lines[0]}"]
     print(f"{word:<8}{name}", *lines[:HALF], *lines[HALF:][-HALF:], sep="\n        ", flush=True)
-    return word == "WRONG"
+    return word in ("WRONG", "refused")
 
 
 def in_one_line(text):
@@ -252,6 +252,7 @@ def main():
     ]
     with tempfile.TemporaryDirectory() as folder:
         workers = Workers(Path(folder))
+        workers.adversary = True  # a result that is read before its `wait` is wrong
         c.data_dir = write_tokens(workers.folder / "data", vocab_size=c.vocab_size, train=60000, val=20000)
         for fields in [chosen] if chosen else CHECKED:
             name = " ".join(f"{key}={value}" for key, value in fields.items())

@@ -21,7 +21,10 @@ from parallel.layout import ALIGN
 
 WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
 ROUNDING = 1e-4  # of a gradient's norm
-PARTIAL = " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model)"
+PARTIAL = (
+    " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model;"
+    " or a sum over tp is missing)"
+)
 APART = "the ranks have made different numbers of updates: a rank has decided alone, not by numbers that all have"
 
 
