@@ -143,7 +143,7 @@ def train_and_note(config):
     rows, micro_batch = {}, GPT.micro_batch
 
     def noted(model, ids, targets=None, samples=None):
-        if samples is not None:
+        if samples is not None and ids.any():  # not `meta.work_of`'s
             rows.update(zip(samples.tolist(), torch.cat([ids, targets[:, -1:]], 1).tolist(), strict=True))
         return micro_batch(model, ids, targets, *([] if samples is None else [samples]))
 
