@@ -214,8 +214,9 @@ def record_each(configs, steps, change):
     """Return [(a Record, one of a step in bf16)] of this rank, on one mesh. In float64 all numbers have one width."""
     mesh, found = Mesh.of(configs[0]), []
     for config in configs:
+        wide = record(config, steps, change, mesh)  # first: only its nan can name its call (testing/adversary.py)
         narrow = record(replace(config, dtype="bf16"), 1, mesh=mesh) if change is UNCHANGED else None
-        found.append((record(config, steps, change, mesh), narrow))
+        found.append((wide, narrow))
     return found
 
 
