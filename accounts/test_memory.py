@@ -164,7 +164,7 @@ def test_peaks_of_activations_are_those_by_hand():
 
 
 def test_whole_gradients_are_those_by_hand(workers):
-    """Of 6 blocks, three and the word table are whole at once. zb-h1 has all of them until W."""
+    """The gradients of three of 6 blocks and of the word table are whole at once. zb-h1 keeps all of them until W."""
     block, word, rest = 12 * h**2 + 13 * h, v * h, 8 * h + 2 * h
     for schedule, elements in (("1f1b", 3 * block + word), ("zb-h1", 6 * block + word + rest)):
         config = tiny_config(2, zero=2, schedule=schedule, num_layers=6, micro_batch_size=3)

@@ -102,7 +102,7 @@ def notices(point, right, file):
     """Return whether a point's bytes are not `right` with the changed file."""
     try:
         return tables(point, **{"sent" if file.__name__ == ledger.__name__ else "kept": file}) != right
-    except Exception:
+    except Exception:  # a changed formula may raise anything
         return True
 
 
