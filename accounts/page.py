@@ -1,58 +1,80 @@
 """Write schedules and the memory of a rank as one HTML file with sliders: python -m accounts.page --out=lecture.html
 
-Actions, bytes, formulas and errors come from the project's functions. `page.html` draws them.
+The project's functions compute a row for each choice of the sliders. `page.html` draws the rows and adds bytes.
 """
 
 import base64
 import json
 import zlib
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache
 from itertools import product
 from pathlib import Path
 
+from tqdm import tqdm
+
 import config as configuration
-from accounts import bubbles, memory, meta
+from accounts import draw
 from accounts.devices import DEVICES
-from accounts.search import RESERVED, SHORT, has_head, model_of
-from errors import UserError, exit_on_user_error, explained, reading
+from accounts.search import PLAIN, SHORT, model_of
+from errors import UserError, exit_on_user_error, explained
 from options import Parser
-from parallel import schedules, simulation
+from parallel import schedules
 
 FOLDER = Path(__file__).parent.parent
-MODELS = ("gpt3_1b3", "gpt3_13b", "gpt3_175b")
-AXES = {  # choices of the two views
-    **dict(name=[*schedules.SCHEDULES], p=(2, 3, 4, 6, 8), m=range(1, 17), v=(2, 3, 4)),
-    **dict(model=MODELS, dp=(1, 2, 4, 8, 16), tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), b=(1, 2, 4, 8), micro=(4, 8, 16, 32)),
-    **dict(schedule=list(schedules.SCHEDULES)),
-    **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"], zero=range(4), copies=(1, 2, 4, 8)),
+NAMES = (*schedules.SCHEDULES,)
+CHOICES = dict(
+    # options of draw.py
+    name=NAMES,
+    stages=(2, 3, 4, 6, 8),
+    microbatches=(1, 2, 3, 4, 6, 8, 12, 16),
+    chunks=(2, 3, 4),
+    cost=("1,1,1", "2,1,1", "1,1.5,0.5"),
+    comm=(0, 0.5),
+    # fields of a configuration, and m, the micro-batches of a step
+    model=("gpt3_1b3", "gpt3_13b", "gpt3_175b"),
+    dp=(1, 4, 16),
+    tp=(1, 2, 4, 8),
+    pp=(1, 2, 4, 8),
+    zero=(0, 1, 2, 3),
+    sequence_parallel=(False, True),
+    recompute=configuration.CHOICES["recompute"],
+    micro_batch_size=(1, 2, 4, 8),
+    schedule=NAMES,
+    m=(8, 32),
+)
+STATES = ("parameters", "gradients", "master weights", "moments", "whole gradients", "whole parameters")
+KINDS = draw.KINDS | {  # of boxes: meaning, colour
+    "activations": ("activations, at their peak", "#f0e442"),
+    "activations of a recomputed block": ("a block that is computed again", "#b5a642"),
+    "whole gradients": ("whole gradients, before they are sharded", "#d55e00"),
+    "whole parameters": ("whole parameters, gathered", "#0072b2"),
+    "logits": ("logits", "#8a8f98"),
+    "context": ("CUDA and NCCL (assumed)", "#c3c6cb"),
 }
-LEAST = SHORT | {"gpipe": (1, 2), "chimera": (1, 2)}  # for whole gradients
+AXES = {  # of each table: a row depends on these choices
+    "pictures": ("name", "stages", "microbatches", "chunks", "cost", "comm"),
+    "states": ("model", "dp", "tp", "pp", "zero", "schedule", "m"),
+    "activations": ("model", "tp", "pp", "sequence_parallel", "recompute", "micro_batch_size", "schedule", "m"),
+}
 
 
-def or_error(function):
-    """Return `function` with a cache. It returns a UserError as {"error": text}."""
-
-    @cache
-    @wraps(function)
-    def tried(**values):
-        try:
-            with reading(str(values)):
-                return function(**values)
-        except UserError as error:
-            return {"error": str(error)}
-
-    return tried
+def pictures(name, chunks, **options):
+    """Return [title, rows of boxes, notes], as `python -m accounts.draw` prints them."""
+    words = [f"--{option}={value}" for option, value in options.items()]
+    return drawn(name, chunks if schedules.usual_chunks(name) > 1 else 1, *words)
 
 
-@or_error
-def lists(name, p, m, v):
-    """Return [parts, placement, [(kind, micro-batch, chunk, steps back to each action that it waits for ...)]]."""
-    s = simulation.build(name, p, m, v if schedules.usual_chunks(name) > 1 else 1)
-    order = [event.action for event in simulation.run_in_order(s, simulation.NOMINAL, 0)]
-    at, needs = {action: i for i, action in enumerate(order)}, simulation.prerequisites(s)
-    waits = [[at[action] - at[need] for need in needs[action]] for action in order]
-    return s.parts, s.placement, [("FBIWU".index(a.kind), *a[1:], *w) for a, w in zip(order, waits, strict=True)]
+@cache
+def drawn(name, chunks, *words):
+    options = draw.parse_arguments([name, f"--chunks={chunks}", *words])
+    (picture,) = draw.pictures_of(options)
+    rows = [[label, [short_box(box) for box in boxes]] for label, boxes, _ in picture.rows]
+    return [picture.title, rows, picture.notes]
+
+
+def short_box(box):
+    return [round(box.start, 4), round(box.end, 4), box.text, *["pale"] * box.pale]
 
 
 @cache
@@ -60,116 +82,54 @@ def model_named(name):
     return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"))
 
 
-@cache
-def checked(model, tp, pp, schedule, m):
-    """Return the first fields of `Model.layout`."""
-    fields = dict(tp=tp, pp=pp, schedule=schedule, chunks=schedules.usual_chunks(schedule))
-    c = replace(model_named(model).config, **fields, micro_batch_size=1, global_batch_size=m)
-    configuration.check(c, tp * pp)
-    return fields.values()
-
-
-@cache
-def first_with_the_padding(model, tp, dp):
-    """Return the first n > 1 with buckets as large as those of dp."""
-    sizes = {n: [bucket.size for bucket in model_named(model).buckets(tp, n).values()] for n in (*AXES["dp"], dp)}
-    return next((n for n in AXES["dp"] if n > 1 and sizes[n] == sizes[dp]), dp)
-
-
-@or_error
-def states(dp, **numbers):
-    """Return [P, 1 on a rank with the head, bytes of whole gradients, of whole parameters] of each pipeline rank."""
-    model, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["m"]
-    if (same := first_with_the_padding(numbers["model"], numbers["tp"], dp)) != dp:
-        return states(dp=same, **numbers)
-    layout, rows = model.layout(dp, *fields, 3, False, "none"), []
-    for rank in range(numbers["pp"]):
-        bytes_kept = model.on_gpu(layout.config, layout, m, rank)
-        whole = bytes_kept.get("whole gradients", 0), bytes_kept["whole parameters"]
-        rows.append([memory.stored(layout, rank), int(has_head(layout, rank)), *whole])
-    return rows
-
-
-@or_error
-def activations(sp, recompute, **numbers):
-    """Return [bytes, perhaps those of a recomputed block] of each pipeline rank, for b = 1."""
-    model, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["m"]
-    layout = model.layout(1, *fields, 0, bool(sp), recompute)
-    return [[*model.activations(layout, m, rank).values()] for rank in range(numbers["pp"])]
-
-
-@or_error
-def shards(dp, zero, copies):
-    """Return the number of ranks that divide a bucket."""
-    c = replace(model_named(MODELS[0]).config, zero=zero, zero_copies=copies, micro_batch_size=1, global_batch_size=dp)
-    configuration.check(c, dp)
-    return dp // copies if zero else 1
-
-
-@or_error
-def flight(schedule, pp, m):
-    """Return [v, [peak in flight of each rank]]."""
-    s = simulation.build(schedule, pp, m, schedules.usual_chunks(schedule))
-    return (max(s.parts) + 1) // pp, bubbles.simulate(s, simulation.NOMINAL).peak
-
-
-@or_error
-def logits(model, tp, b):
+def bytes_of_ranks(model, m, dp=1, **fields):
+    """Return [{part: bytes}] of the pipeline ranks of a layout."""
     facts = model_named(model)
-    layout = facts.layout(1, tp, 1, "1f1b", 1, 0, False, "none")
-    return facts.on_gpu(replace(layout.config, micro_batch_size=b), layout, 1, 0)["logits"]
+    fields["chunks"] = schedules.usual_chunks(fields["schedule"])
+    samples = fields.get("micro_batch_size", 1)
+    c = replace(facts.config, **PLAIN | fields, global_batch_size=samples * m * dp)
+    configuration.check(c, dp * c.tp * c.pp)
+    layout = facts.layout(dp, *(getattr(c, name) for name in [*PLAIN][:-1]))
+    rounds, extra = SHORT.get(c.schedule, (m, 0))
+    few = min(m, rounds * c.pp + extra)  # they have the peak of many
+    return [facts.on_gpu(c, layout, few, rank) for rank in range(c.pp)]
 
 
-@or_error
-def blocks(model, tp, sp, recompute):
-    c = replace(model_named(model).config, tp=tp, sequence_parallel=bool(sp), recompute=recompute)
-    return {"Korthikanti's table in memory.py": meta.work_of(replace(c, micro_batch_size=1), 2)["block"].saved}
+def states(**choices):
+    """Return the bytes of each rank that ZeRO divides."""
+    return [{what: kept[what] for what in STATES if kept.get(what)} for kept in bytes_of_ranks(**choices)]
 
 
-TABLES = {
-    lists: "name p m v",
-    states: "model tp pp schedule micro dp",
-    activations: "model tp pp schedule micro sp recompute",
-    flight: "pp schedule micro",
-    shards: "dp zero copies",
-    logits: "model tp b",
-    blocks: "model tp sp recompute",
-}
+def activations(**choices):
+    """Return the other bytes of each rank."""
+    return [{what: n for what, n in kept.items() if n and what not in STATES} for kept in bytes_of_ranks(**choices)]
 
 
-def javascript_row(function, **values):
-    """Return a function's value as JSON. Few micro-batches have the peaks of many."""
-    if "micro" in values:
-        micro = values.pop("micro")
-        rounds, extra = (LEAST if function is states else SHORT).get(values["schedule"], (micro, 0))
-        values["m"] = min(micro, rounds * values["pp"] + extra)
-    return json.dumps(function(**values), separators=(",", ":"))
+def table(function):
+    """Return (AXES, a row as JSON for each choice, in the order of `product`). A wrong choice has {"error": text}."""
+    names, rows = AXES[function.__name__], []
+    for values in tqdm([*product(*map(CHOICES.get, names))], desc=function.__name__):
+        try:
+            row = function(**dict(zip(names, values, strict=True)))
+        except UserError as error:
+            row = {"error": str(error)}
+        rows.append(json.dumps(row, separators=(",", ":")))
+    return names, rows
 
 
 def all_data():
-    """Return the page's data. A table has a place in `rows` for each choice, in the order of `product`."""
+    """Return the page's data. Each row is written once: a table has its number in `rows`."""
     rows, tables = {}, {}
-    for function, axes in TABLES.items():
-        names = axes.split()
-        chosen = (dict(zip(names, values, strict=True)) for values in product(*map(AXES.get, names)))
-        texts = [javascript_row(function, **values) for values in chosen]
+    for function in (pictures, states, activations):
+        names, texts = table(function)
         tables[function.__name__] = names, [rows.setdefault(text, len(rows)) for text in texts]
-    whole = memory.model_states(1, 2, 0)  # {part: bytes per element}
-    begins = {w: next(z for z in (1, 2, 3) if memory.model_states(1, 2, z)[w] < whole[w]) for w in whole}
-    facts = {}
-    for name in MODELS:
-        c = model_named(name).config
-        facts[name] = dict(h=c.hidden_size, L=c.num_layers, s=c.seq_length, N=model_named(name).parameters)
     return dict(
-        axes={name: [*values] for name, values in AXES.items()},
+        choices={name: [*values] for name, values in CHOICES.items()},
         rows=[json.loads(text) for text in rows],
         tables=tables,
-        chunks={name: schedules.usual_chunks(name) for name in schedules.SCHEDULES},
-        formulas=bubbles.FORMULAS,
-        states={part: [int(width), begins[part]] for part, width in whole.items()},
-        models=facts,
+        kinds=KINDS,
+        chunks={name: schedules.usual_chunks(name) for name in NAMES},
         capacity={name: DEVICES[name].memory_bytes for name in ("a100-40g", "a100-80g", "h200")},
-        reserved=RESERVED,
     )
 
 
