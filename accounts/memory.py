@@ -192,7 +192,7 @@ def kept_by_chunk(c, schedule, z, message):
     saved["block"] -= message  # its input is another unit's output
     if c.recompute == "full":
         del saved["block"]
-    chunks = []
+    chunks, operands_of_block = [], z.item * operand_elements(c, z)
     units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):
         names, rank, below = units[part], schedule.placement[chunk], schedules.downstream(schedule, chunk)
@@ -200,7 +200,7 @@ def kept_by_chunk(c, schedule, z, message):
         size = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
         if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
             size += 8 * z.rows  # `MicroBatch.rows`, once on a rank
-        operands = names.count("block") * z.item * operand_elements(c, z)
+        operands = names.count("block") * operands_of_block
         chunks.append(ChunkBytes(size, message * (not stays), operands))
     return chunks
 

@@ -147,7 +147,7 @@ def model_of(config):
 
 
 def candidates(config, gpus, device, fixed):
-    """Yield the Configs that `config.check` accepts. fixed: names of fields that keep their values."""
+    """Yield the Configs that `config.check_layout` accepts. fixed: names of fields that keep their values."""
     tps = [2**i for i in range(20) if gpus % 2**i == 0 and 2**i <= 2 * device.per_node]  # also beyond the node
     pps = [n for n in range(1, config.num_layers + 1) if gpus % n == 0]
     samples = sorted({1, 2, 4, 8, 16, 32, config.micro_batch_size})
@@ -159,7 +159,7 @@ def candidates(config, gpus, device, fixed):
     @cache
     def accepted(*fields):
         with suppress(UserError):
-            return configuration.check(replace(config, **dict(zip(checked, fields, strict=True))), gpus)
+            return configuration.check_layout(replace(config, **dict(zip(checked, fields, strict=True))), gpus)
 
     usual = {name: schedules.usual_chunks(name) for name in choices[FIELDS.index("schedule")]}
     for fields in product(*choices):
