@@ -244,18 +244,16 @@ def fixed(kind, c):
 
 def write_checkpoint(folder, model, config, tokenizer):
     """Write the checkpoint of step 0: the weights, moments of 0, and index.json."""
-    tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
+    tensors, dtype = model.state_dict(), torch.promote_types(model.dtype, torch.float32)
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
         whole = torch.zeros(spec.shape, dtype=dtype)
         for part, hf_part in pairs(config, spec, whole, tensors):
             part.copy_(hf_part)
         (folder / name).write_bytes(whole.numpy())
-        sums[name] = checkpoint.checksum(whole.flatten().numpy())
         for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
-            sums[moment] = 0
     if tokenizer.name != "bytes":
         copy(tokenizer, folder)
     state = {
@@ -265,7 +263,8 @@ def write_checkpoint(folder, model, config, tokenizer):
         "counters": {"iteration": 0, "consumed_samples": 0, "updates": 0},
         "loss_scale": {"dynamic": False, "scale": 1.0, "clean": 0, "patience": 0},
     }
-    checkpoint.write_index(folder, dtype, state, sums)
+    names = sorted(path.name for path in folder.iterdir())
+    checkpoint.write_index(folder, dtype, state, checkpoint.sums_of(folder, names))
 
 
 # --- to_hf ------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ layout read their own runs.
 Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
 a `step_N` is always complete. No file is unpickled, so loading a checkpoint runs no code from it.
 
-Each rank verifies every byte that it uses. index.json has the `checksum` of every array, the CRC-32 of every other
-file, and at last the CRC-32 of its own bytes before this entry.
+index.json has the CRC-32 of every other file, and at last that of its own bytes before this entry. In a save and in a
+load, each rank sums a share of the files.
 """
 
 import fcntl
@@ -24,7 +24,6 @@ import os
 import re
 import shutil
 import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 
 from config import SECTIONS, of_checkpoint
-from data import LONGEST_CYCLE, mixture, splitmix64
+from data import LONGEST_CYCLE, mixture
 from errors import UserError, explained, reading, regular, whole_number
 from parallel.comm import agree, gather_objects
 
@@ -77,30 +76,31 @@ def arrays(folder, bucket, begin, end):
                 yield folder / f"{piece.spec.name}{kind}", bucket.tp, piece, elements
 
 
-def in_threads(transfer, jobs):
-    """Return {file name: transfer(path, tp axis, piece, elements)}."""
+def in_threads(function, jobs):
+    """Return [function(*job), ...]."""
     with ThreadPoolExecutor(THREADS) as pool:
-        return dict(pool.map(lambda job: (job[0].name, transfer(*job)), jobs))
+        return list(pool.map(lambda job: function(*job), jobs))
 
 
-def transferred(file, move, elements, piece, tp):
-    """Write or read (`move`) a Piece's runs. Return their terms in the file's `checksum`."""
-    terms = 0
+def transfer(file, move, elements, piece, tp):
+    """Write or read (`move`) a Piece's runs."""
     for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
-        run = elements[at - piece.begin :][:length]
-        offset = place * elements.itemsize
-        file.seek(offset)
-        move(run)
-        terms += checksum(run, offset)
-    return terms
+        file.seek(place * elements.itemsize)
+        move(elements[at - piece.begin :][:length])
 
 
-def sum_over(terms, axis):
-    """Return {file name: sum of the terms of all ranks}."""
-    total = Counter()
-    for terms_of_rank in gather_objects(terms, axis):
-        total.update(terms_of_rank)
-    return total
+def crc(path):
+    """Return the CRC-32 of a file."""
+    total = 0
+    with open(regular(path), "rb") as file:
+        while part := file.read(1 << 24):
+            total = zlib.crc32(part, total)
+    return f"{total:08x}"
+
+
+def sums_of(folder, names):
+    """Return {name: the file's `crc`}."""
+    return dict(zip(names, in_threads(crc, [(folder / name,) for name in names]), strict=True))
 
 
 # --- save -------------------------------------------------------------------------------------------------------------
@@ -116,9 +116,11 @@ def save_checkpoint(out_dir, step, zero, state, keep, copies):
     final = step_path(out_dir, step)
     writing = final.with_name(final.name + ".writing")
 
+    def begin():
+        writing.mkdir()
+        return [shutil.copyfile(path, writing / path.name).name for path in filter(os.path.isfile, copies)]
+
     def publish():
-        for path in filter(os.path.isfile, copies):
-            shutil.copyfile(path, writing / path.name)
         write_index(writing, zero.master_dtype, state, sums)
         writing.rename(final)
         flush(out_dir)
@@ -131,8 +133,11 @@ def save_checkpoint(out_dir, step, zero, state, keep, copies):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
         return agree(mesh.world, attempt if writes else lambda: None)
 
-    on_all_ranks(writing.mkdir, first)
-    sums = sum_over(on_all_ranks(lambda: write_arrays(writing, zero)), mesh.world)
+    copied = on_all_ranks(begin, first) or []
+    written = copied + on_all_ranks(lambda: write_arrays(writing, zero))
+    names = sorted({name for each in gather_objects(written, mesh.world) for name in each})
+    sums = on_all_ranks(lambda: sums_of(writing, names[mesh.world.rank :: mesh.world.size]))
+    sums = {name: total for share in gather_objects(sums, mesh.world) for name, total in share.items()}
     on_all_ranks(publish, first)
 
 
@@ -143,13 +148,14 @@ def remove_unfinished(out_dir):
 
 
 def write_arrays(folder, zero):
-    """Write what this rank keeps. Return {file name: terms in its sum}."""
+    """Write what this rank keeps. Return the files' names."""
     jobs = []
     for bucket in zero.in_order:
         for path, tp, piece, flat in arrays(folder, bucket, *bucket.saved):
             if bucket.holders.rank == 0 and (piece.spec.tp_dim is not None or tp.rank == 0):
                 jobs.append((path, tp, piece, flat))  # else another rank writes them
-    return in_threads(write_piece, jobs)
+    in_threads(write_piece, jobs)
+    return [path.name for path, *_ in jobs]
 
 
 def write_piece(path, tp, piece, flat):
@@ -162,21 +168,17 @@ def write_piece(path, tp, piece, flat):
         # Without any lock, NFS writes whole pages, with another host's old bytes. A shared one never waits.
         with suppress(OSError):
             fcntl.lockf(file, fcntl.LOCK_SH, size * flat.itemsize, begin * flat.itemsize)
-        terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
+        transfer(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
-    return terms
 
 
 def write_index(folder, dtype, state, sums):
-    """Write index.json. sums: {array: checksum}."""
-    others = [path for path in sorted(folder.iterdir()) if path.name not in sums]
-    index = {"dtype": str(dtype).removeprefix("torch."), **state}
-    index["sums"] = {name: in_hex(total) for name, total in sums.items()}
-    index["copies"] = {path.name: crc(path.read_bytes()) for path in others}
+    """Write index.json. sums: {other file: its `crc`}."""
+    index = {"dtype": str(dtype).removeprefix("torch."), **state, "files": sums}
     text = json.dumps(index, indent=1).removesuffix("\n}")
-    (folder / "index.json").write_text(f'{text},\n "crc32": "{crc(text.encode())}"\n}}')
-    for path in (*others, folder / "index.json", folder):
-        flush(path)
+    (folder / "index.json").write_text(f'{text},\n "crc32": "{zlib.crc32(text.encode()):08x}"\n}}')
+    for name in (*other_files(index), "index.json", "."):
+        flush(folder / name)
 
 
 def flush(path):
@@ -213,6 +215,13 @@ def verify(path, content, expected, what="its content does not match its checksu
         raise UserError(f"{path}: damaged: {what}; {REMEDY}")
 
 
+def verify_files(folder, sums, names):
+    """Raise UserError if one of these files is missing or damaged."""
+    for name in names:
+        with explained(folder / name):
+            verify(folder / name, crc(folder / name), sums[name])
+
+
 def read_index(path):
     """Return a checkpoint's index. Raises UserError if index.json or a copied file is damaged, or not of a run."""
     path = Path(path)
@@ -222,16 +231,21 @@ def read_index(path):
             raise UserError(f"{path}: no complete checkpoint: it has no file index.json; {REMEDY}")
         data = file.read_bytes()
     text, _, end = data.rpartition(b',\n "crc32": ')
-    verify(file, end, f'"{crc(text)}"\n}}'.encode())
+    verify(file, end, f'"{zlib.crc32(text):08x}"\n}}'.encode())
     with reading(f"{file}: wrong content"):
         index = json.loads(data)
         if isinstance(index.get("data"), dict):  # written before there were several sets
             index["data"] = [{"share": 1, "begins": 0, "used": 0} | index["data"]]
+        if "copies" in index:  # the arrays had another sum, which is not read any more
+            index["files"] = index["copies"]
         check_index(index)
-    for name, expected in index["copies"].items():
-        with explained(path / name):
-            verify(path / name, crc(regular(path / name).read_bytes()), expected)
+    verify_files(path, index["files"], other_files(index))
     return index
+
+
+def other_files(index):
+    """Return the names of the files that are no weights or moments."""
+    return [name for name in index["files"] if name.partition(".moment")[0] not in index["shapes"]]
 
 
 def check_index(index):
@@ -241,7 +255,7 @@ def check_index(index):
         if not fits:
             raise ValueError(f"{name} is {value!r:.40}")
 
-    for name in ("config", "counters", "loss_scale", "shapes", "sums", "copies"):
+    for name in ("config", "counters", "loss_scale", "shapes", "files"):
         require(type(index[name]) is dict, name, index[name])
     # numpy would make Python objects of the files' bytes if the dtype were `object`.
     require(index["dtype"] in ("float32", "float64"), "dtype", index["dtype"])
@@ -266,7 +280,7 @@ def check_index(index):
     require(type(scale["scale"]) is float and 0 < scale["scale"] < math.inf, "scale", scale["scale"])
     for name, shape in index["shapes"].items():
         require(type(shape) is list and all(type(n) is int and n > 0 for n in shape), f"the shape of {name}", shape)
-    for name, total in (index["sums"] | index["copies"]).items():
+    for name, total in index["files"].items():
         require(type(total) is str, f"the sum of {name}", total)
         require(Path(name).name == name, "the name of a file", name)
 
@@ -348,20 +362,10 @@ def load_checkpoint(path, model, zero, moments=True):
     jobs = [job for bucket in zero.in_order for job in arrays(folder, bucket, *bucket.bounds)]
     jobs = [job for job in jobs if moments or ".moment" not in job[0].name]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
-    terms = agree(mesh.world, lambda: in_threads(partial(read_piece, index["dtype"]), jobs))
-    # The ranks of a bucket's shards, and of its tp, have read one copy of an array together.
-    whole, cut = {}, {}
-    for shards, tp in dict.fromkeys((bucket.shards, bucket.tp) for bucket in zero.in_order):
-        of_shards = sum_over({path.name: terms[path.name] for path, axis, *_ in jobs if axis is tp}, shards)
-        whole |= of_shards
-        cut |= sum_over(of_shards, tp)
-
-    def verify_all():
-        for path, _, piece, _ in jobs:
-            total = (whole if piece.spec.tp_dim is None else cut)[path.name]
-            verify(path, in_hex(total), index["sums"][path.name])
-
-    agree(mesh.world, verify_all)
+    agree(mesh.world, lambda: in_threads(partial(read_piece, index["dtype"]), jobs))
+    used = [name for name in index["files"] if moments or ".moment" not in name]
+    share = used[mesh.world.rank :: mesh.world.size]
+    agree(mesh.world, lambda: verify_files(folder, index["files"], share))
 
 
 def compare_shapes(folder, index, model):
@@ -379,41 +383,5 @@ def read_piece(dtype, path, tp, piece, flat):
     with explained(path), open(regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         verify(path, size, right, f"it has {size:,} bytes instead of {right:,}")
-        terms = transferred(file, file.readinto, local, piece, tp)
+        transfer(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
-    return terms
-
-
-# --- checksums --------------------------------------------------------------------------------------------------------
-
-# Carter and Wegman, "Universal classes of hash functions", 1979. A file has the words w_0, w_1, ... of 8 bytes.
-#
-#     S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod n] * G^(i div n), an odd number, n = TABLE_WORDS
-#
-# An odd number has an inverse mod 2^64, so a change of one word always changes S.
-TABLE_WORDS = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
-G = 0x9E3779B97F4A7C15
-TABLE = splitmix64(np.arange(1, TABLE_WORDS + 1, dtype=np.uint64)) | 1
-
-
-def checksum(data, offset=0):
-    """Return the terms of an array at byte `offset` of a file."""
-    lead, tail = offset % 8, -(offset + data.nbytes) % 8
-    if lead or tail:
-        data = np.pad(data.view(np.uint8), (lead, tail))
-    words, total = data.view(np.uint64), 0
-    at = (offset - lead) // 8
-    while len(words):
-        row, column = divmod(at, TABLE_WORDS)
-        block = words[: TABLE_WORDS - column]
-        total += int(np.dot(block, TABLE[column : column + len(block)])) * pow(G, row, 1 << 64)
-        at, words = at + len(block), words[len(block) :]
-    return total % (1 << 64)
-
-
-def crc(data):
-    return f"{zlib.crc32(data):08x}"
-
-
-def in_hex(total):
-    return f"{total % (1 << 64):016x}"

@@ -31,8 +31,8 @@ APART = "the ranks have made different numbers of updates: a rank has decided al
 def fingerprint(flat):
     """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [].
 
-    Each word of 8 bytes has an odd factor, so a change of one word changes the sum mod 2^64. The tensor's device
-    computes it, unlike `checkpoint.checksum`, which sums parts of files on the host.
+    Each word of 8 bytes has an odd factor, and an odd number has an inverse mod 2^64. So a change of one word
+    changes the sum. The tensor's device computes it.
     """
     odd = torch.arange(1, 2 * WORDS_AT_ONCE, 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from model import GPT
 from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from parallel.tensor import ParamSpec
-from recovery import checkpoint, replicas
+from recovery import checkpoint
 from testing.tiny import CPU, configured, curve, fails, few, go, tensor_files, tiny_config, write_tokens
 
 # --- the arithmetic of runs -----------------------------------------------------------------------------------------
@@ -371,41 +372,6 @@ def test_a_changed_model_is_not_called_damage(trained, layers, said):
     assert "remove" not in str(error.value)
 
 
-# --- checksums --------------------------------------------------------------------------------------------------------
-
-BYTES = 8 * checkpoint.TABLE_WORDS
-OLDER = 5784482173726471624  # the first version of the checksum
-
-
-@pytest.fixture(scope="module")
-def content():
-    return np.frombuffer(random.Random(0).randbytes(2 * BYTES + 40), np.uint8)
-
-
-def test_the_checksum_is_that_of_older_checkpoints():
-    assert checkpoint.checksum(np.arange(300_000, dtype=np.int64)) == OLDER
-
-
-def test_the_checksums_of_pieces_add_up_to_that_of_the_file(content):
-    """A piece may begin at any byte: inside a word, at the end of a block, in the word in which another one begins."""
-    whole, dice = checkpoint.checksum(content), random.Random(1)
-    for cuts in (1, 2, 30):
-        edges = sorted([0, len(content), BYTES, BYTES + 3, *(dice.randrange(len(content)) for _ in range(cuts)), 5, 6])
-        parts = [checkpoint.checksum(content[a:b], a) for a, b in itertools.pairwise(edges)]
-        assert sum(parts) % 2**64 == whole
-
-
-@pytest.mark.parametrize("total", [checkpoint.checksum, replicas.fingerprint])
-def test_a_change_of_one_word_changes_the_checksum(content, total):
-    words, dice = content.view(np.int64).copy(), random.Random(2)
-    whole = int(total(words if total is checkpoint.checksum else torch.from_numpy(words)))
-    for place in (0, checkpoint.TABLE_WORDS - 1, checkpoint.TABLE_WORDS, len(words) - 1):
-        for change in [1, 1 << 31, -(1 << 63), dice.randrange(1 << 62)]:
-            words[place] ^= change
-            assert int(total(words if total is checkpoint.checksum else torch.from_numpy(words))) != whole
-            words[place] ^= change
-
-
 # --- flipped bits in files --------------------------------------------------------------------------------------------
 
 
@@ -457,8 +423,8 @@ def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_p
     config = configured(tmp_path / "run", data_dir, num_layers=3, **layout)
     check(config, ranks)
     dice, flips = random.Random(str(layout)), []
-    arrays = json.loads((folder / "index.json").read_text())["sums"]
-    for name in ["index.json", train.COPY[0], *dice.sample([*arrays], 8)]:
+    files = json.loads((folder / "index.json").read_text())["files"].keys() - {*train.COPY}
+    for name in ["index.json", train.COPY[0], *dice.sample(sorted(files), 8)]:
         size = (folder / name).stat().st_size
         flips += [(name, place, dice.randrange(8)) for place in (0, dice.randrange(size), size - 1)]
     for said in workers.run(ranks, load_each, config, flips):
@@ -467,7 +433,7 @@ def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_p
 
 
 WRONG = [  # keys of index.json, and a wrong value
-    *((name, None) for name in "dtype tokenizer config counters loss_scale shapes sums copies".split()),
+    *((name, None) for name in "dtype tokenizer config counters loss_scale shapes files".split()),
     *(("dtype", dtype) for dtype in ("object", "float16", "S8", ["float32"])),
     *(("counters iteration", number) for number in (2.5, "x", -1, 10**30)),
     *(("counters consumed_samples", number) for number in (None, -5, True)),
@@ -484,9 +450,16 @@ WRONG = [  # keys of index.json, and a wrong value
     *(("loss_scale scale", number) for number in (0, float("nan"), float("inf"), "1")),
     ("loss_scale dynamic", 1),
     *(("shapes word.weight", shape) for shape in (3, [128, -32], ["a"])),
-    ("sums word.weight", 5),
-    ("copies ../secret", "00000000"),
+    ("files word.weight", 5),
+    ("files ../secret", "00000000"),
 ]
+
+
+def write_index(folder, index):
+    """Write a changed index with its right sum."""
+    del index["crc32"]
+    text = json.dumps(index, indent=1).removesuffix("\n}")
+    (folder / "index.json").write_text(f'{text},\n "crc32": "{zlib.crc32(text.encode()):08x}"\n}}')
 
 
 @pytest.mark.parametrize("keys, value", WRONG, ids=str)
@@ -498,14 +471,26 @@ def test_an_index_with_wrong_content_and_a_right_sum_is_one_line(trained, tmp_pa
     for key in outer:
         table = table[int(key) if key == "0" else key]
     table[last] = value
-    del index["crc32"]
-    text = json.dumps(index, indent=1).removesuffix("\n}")
-    (folder / "index.json").write_text(f'{text},\n "crc32": "{checkpoint.crc(text.encode())}"\n}}')
+    write_index(folder, index)
     with pytest.raises(UserError) as refusal:
         generate.load_model(folder, CPU)
     said = str(refusal.value)
     assert said.startswith(f"{folder}/index.json: wrong content: ") and "\n" not in said, said
     assert last in said or outer[0] in said, said
+
+
+def test_a_checkpoint_with_older_sums_loads(trained, tmp_path):
+    """Its index has other sums of the arrays, which are not read, and the same of the copied files."""
+    folder = shutil.copytree(trained[0] / "step_3", tmp_path / "step_3")
+    index = json.loads((folder / "index.json").read_text())
+    index["copies"] = {name: index["files"].pop(name) for name in train.COPY}
+    index["sums"] = dict.fromkeys(index.pop("files"), "0123456789abcdef")
+    write_index(folder, index)
+    run = train.build_run(configured(tmp_path, trained[1], num_layers=3), Mesh(), CPU)
+    train.restore(run, folder)
+    flip(folder / train.COPY[0], 5, 1)
+    with pytest.raises(UserError, match=f"{train.COPY[0]}: damaged"):
+        train.restore(run, folder)
 
 
 def test_a_stray_entry_beside_the_checkpoints_gets_a_remedy(trained, tmp_path):

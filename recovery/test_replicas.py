@@ -1,5 +1,6 @@
 """Tests that a run names copies that differ, and stops before its next save."""
 
+import random
 import re
 from unittest import mock
 
@@ -14,6 +15,17 @@ from parallel.mesh import Mesh
 from parallel.zero import Bucket, Zero
 from recovery import checkpoint, replicas
 from testing.tiny import built, configured, fails, few, go, tiny_batches, tiny_config
+
+
+def test_a_change_of_one_word_changes_the_fingerprint():
+    dice, n = random.Random(2), replicas.WORDS_AT_ONCE
+    words = torch.arange(2 * n + 5)
+    whole = replicas.fingerprint(words)
+    for place in (0, n - 1, n, len(words) - 1):
+        for change in (1, 1 << 31, -(1 << 63), dice.randrange(1 << 62)):
+            words[place] ^= change
+            assert replicas.fingerprint(words) != whole
+            words[place] ^= change
 
 
 def said_after_damage(config, rank, bucket, kind, place):
