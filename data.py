@@ -240,11 +240,9 @@ class Mixture:
     """One split of the data sets in `data_dir`. Raises UserError.
 
     sets: {name: Tokens}, with `shares`. missing: a line about each set without a sample of the split (not train).
-    After --new_data the samples from `begins` on have these sets, and set k had used[k] samples before. former: the
-    entries in `state` of sets that the run had before, and has no more.
+    offsets[k]: a sample's number in set k, minus the number that `places` gives; 0 until --new_data changes the sets or
+    weights. former: the entries in `state` of sets that the run had before, and has no more.
     """
-
-    begins = 0
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
         found = shares_of(data_dir)
@@ -261,7 +259,7 @@ class Mixture:
                 self.missing.append(f"no {split} loss of {name}: {error}")
         if not self.sets:
             raise UserError(self.missing[0])
-        self.shares, self.used = tuple(shares), np.zeros(len(shares), np.int64)
+        self.shares, self.offsets = tuple(shares), np.zeros(len(shares), np.int64)
         self.seq_length, self.num_samples = seq_length, sum(tokens.num_samples for tokens in self.sets.values())
         self.first, *others = self.sets.values()
         for tokens in others:
@@ -278,10 +276,8 @@ class Mixture:
 
     def batch(self, numbers, seed):
         """Return the tokens of samples. numbers [b] int64 -> [b, seq_length + 1] int64 tensor"""
-        if len(self.sets) == 1:
-            return self.first.batch(numbers - self.begins + self.used[0], seed)
-        which, inside = places(numbers - self.begins, self.shares)
-        inside += self.used[which]
+        which, inside = places(numbers, self.shares)
+        inside += self.offsets[which]
         rows = torch.empty(len(numbers), self.seq_length + 1, dtype=torch.int64)
         for k, tokens in enumerate(self.sets.values()):
             if (mine := which == k).any():
@@ -297,7 +293,7 @@ class Mixture:
 
     def progress(self, consumed_samples):
         """Return the entries of a row of metrics.jsonl: tokens and epochs of each of several sets."""
-        row, samples = {}, self.used + counts(consumed_samples - self.begins, self.shares)
+        row, samples = {}, self.offsets + counts(consumed_samples, self.shares)
         for (name, tokens), count in zip(self.sets.items(), samples.tolist(), strict=True):
             row[f"consumed_tokens/{name}"] = count * self.seq_length
             row[f"epochs/{name}"] = count / tokens.num_samples
@@ -309,24 +305,20 @@ class Mixture:
 
     def state(self):
         """Return what a checkpoint says about the training data: an entry for each set. share: 0 for former sets."""
-        sets = zip(self.sets.items(), self.shares, self.used.tolist(), strict=True)
-        more = [dict(name=name, share=share, begins=self.begins, used=used) for (name, _), share, used in sets]
+        rows = zip(self.sets.items(), self.shares, self.offsets.tolist(), strict=True)
+        more = [dict(name=name, share=share, offset=offset) for (name, _), share, offset in rows]
         return [identity(tokens) | m for tokens, m in zip(self.sets.values(), more, strict=True)] + self.former
 
     def resume(self, index):
-        """Continue after a checkpoint. Other sets or weights begin there, and each set with its own next sample."""
-        here = self.state()
+        """Continue after a checkpoint: each set with its own next sample, also if the sets or weights are others."""
+        here, consumed = self.state(), index["counters"]["consumed_samples"]
         saved = index.get("data") or here  # convert.py wrote none
-        shares, used = zip(*((entry["share"], entry["used"]) for entry in saved), strict=True)
-        if mixture(saved) != mixture(here):
-            consumed = index["counters"]["consumed_samples"]
-            used = (used + counts(consumed - saved[0]["begins"], shares)).tolist()
-            self.begins = consumed
-        else:
-            self.begins = saved[0]["begins"]
-        numbers = dict(zip(map(content, saved), used, strict=True))
-        self.used = np.array([numbers.pop(content(entry), 0) for entry in here])
-        self.former = [e | {"share": 0, "used": numbers[content(e)]} for e in saved if content(e) in numbers]
+        shares = tuple(entry["share"] for entry in saved)
+        before = counts(consumed - saved[0].get("begins", 0), shares).tolist()  # an older program noted `begins`
+        used = {content(entry): entry["offset"] + n for entry, n in zip(saved, before, strict=True)}
+        self.offsets = np.array([used.pop(content(entry), 0) for entry in here]) - counts(consumed, self.shares)
+        former = [entry for entry in saved if content(entry) in used]
+        self.former = [entry | {"share": 0, "offset": used[content(entry)]} for entry in former]
 
 
 def content(entry):

@@ -253,7 +253,8 @@ def run_training(config, mesh, device):
         tokens, path = agree(mesh.world, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
-            samples = tokens["train"].begins + config.train_epochs * tokens["train"].num_samples
+            sets = tokens["train"]
+            samples = config.train_epochs * sets.num_samples - int(sets.offsets.sum())
             config.train_iters = configuration.iterations(config, samples)
             agree(mesh.world, lambda: configuration.check(config, mesh.world.size))
         watchdog = hang.Watchdog()

@@ -4,7 +4,7 @@
         index.json                        shapes, dtype, configuration, counters, sums of the other files, ...
         block0.qkv.weight                 the whole tensor, C order, master dtype, no header
         block0.qkv.weight.moment0  ...    AdamW's two moments
-        tokenizer.json  ...               the data set's copy of the vocabulary (none for `bytes`)
+        tokenizer.json  ...               the data set's copy of a vocabulary in files
 
 A rank's shard may begin and end in the middle of a parameter, and the parameter may be cut over tp. So a rank has
 *runs* (consecutive elements) of the whole tensor. All ranks write their runs into the same file. The ranks of a later
@@ -234,10 +234,12 @@ def read_index(path):
     verify(file, end, f'"{zlib.crc32(text):08x}"\n}}'.encode())
     with reading(f"{file}: wrong content"):
         index = json.loads(data)
-        if isinstance(index.get("data"), dict):  # written before there were several sets
-            index["data"] = [{"share": 1, "begins": 0, "used": 0} | index["data"]]
         if "copies" in index:  # the arrays had another sum, which is not read any more
             index["files"] = index["copies"]
+        sets = index.get("data") or []
+        sets = [sets] if isinstance(sets, dict) else sets  # written before there were several sets
+        # Before there were offsets, a set had `used` samples before the sample `begins`.
+        index["data"] = [{"share": 1, "begins": 0, "offset": entry.get("used", 0)} | entry for entry in sets]
         check_index(index)
     verify_files(path, index["files"], other_files(index))
     return index
@@ -267,11 +269,10 @@ def check_index(index):
     require(index["counters"].keys() == COUNTERS, "counters", index["counters"])
     for name in COUNTERS:
         whole_number(index["counters"], name)
-    sets = index.get("data") or []
-    for entry in sets:
+    for entry in (sets := index["data"]):
         whole_number(entry, "share", most=LONGEST_CYCLE)
-        for name in ("begins", "used"):
-            whole_number(entry, name)
+        whole_number(entry, "begins")
+        whole_number(entry, "offset", least=-(10**13))
     require(not sets or any(entry["share"] for entry in sets), "each share", 0)
     scale = index["loss_scale"]
     whole_number(scale, "clean")

@@ -222,8 +222,8 @@ def test_other_data_is_refused_without_new_data(straight, tokens_dir, tmp_path):
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
     moved = shutil.copytree(longer, tmp_path / "moved")
     go(configured(out, str(moved), dtype="fp64", train_iters=12))  # step_11 was trained on it
-    begins = [checkpoint.read_index(out / f"step_{i}")["data"][0]["begins"] for i in (11, 12)]
-    assert begins == [120, 120], "an epoch of the new data should begin after the ten steps of the old data"
+    offsets = [checkpoint.read_index(out / f"step_{i}")["data"][0]["offset"] for i in (11, 12)]
+    assert offsets == [-120, -120], "an epoch of the new data should begin after the ten steps of the old data"
     go(configured(out, tokens_dir, dtype="fp64", eval_only=True))  # another data set may be evaluated
 
 
@@ -438,7 +438,7 @@ WRONG = [  # keys of index.json, and a wrong value
     *(("counters iteration", number) for number in (2.5, "x", -1, 10**30)),
     *(("counters consumed_samples", number) for number in (None, -5, True)),
     ("counters more", 1),
-    *((f"data 0 {name}", number) for name in ("share", "begins", "used") for number in ("1", -5, 10**30)),
+    *((f"data 0 {name}", number) for name in ("share", "begins", "offset") for number in ("1", -(10**15), 10**30)),
     ("data 0 share", 0),
     *(("config model", name) for name in (5, "nowhere", "a b")),
     *(("config num_layers", number) for number in (10**9, "2", None)),

@@ -113,10 +113,10 @@ def test_one_folder_has_the_order_that_it_always_had(three, tmp_path):
 
 
 def test_each_set_goes_on_at_its_own_next_window(three, tmp_path):
-    """The weights change at sample 25, in a cycle of 8; a set is left out, and comes back at sample 61."""
+    """The weights change at sample 30, in a cycle of 8; a set is left out, and comes back at sample 62."""
     mixtures = [Mixture(three(*weights), "train", 8, 100) for weights in ((5, 2, 1), (3, 0, 1), (1, 1, 1))]
     places, begin, state = [], 0, None
-    for k, end in enumerate((25, 61, 400)):
+    for k, end in enumerate((30, 62, 400)):
         if k:
             mixtures[k].resume({"data": state, "counters": {"consumed_samples": begin}})
         places += read(mixtures[k], tmp_path, begin, end, step=7)
@@ -124,11 +124,32 @@ def test_each_set_goes_on_at_its_own_next_window(three, tmp_path):
     check_epochs(places)
     again = Mixture(three(1, 1, 1), "train", 8, 100)
     again.resume({"data": state, "counters": {"consumed_samples": 400}})
-    assert read(again, tmp_path, 61, 400) == places[61:], "a resume with equal weights changes the samples"
+    assert read(again, tmp_path, 62, 400) == places[62:], "a resume with equal weights changes the samples"
     for name in SIZES:  # one after the other, as if the set were alone
         alone = Tokens(tmp_path / name, "train", 8, 100)
         mine = [place for its, place in places if its == name]
         assert mine == alone.windows(np.arange(len(mine)), seed=3).tolist(), f"{name} does not go on where it was"
+
+
+@pytest.mark.parametrize("begins, used", [(0, (0, 0, 0)), (13, (9, 3, 1))])
+def test_a_checkpoint_without_offsets_goes_on_at_each_sets_next_window(three, tmp_path, monkeypatch, begins, used):
+    """Commit 586328a wrote the sample `begins` of the last change of weights, and what each set had before."""
+    mixture = Mixture(three(5, 2, 1), "train", 8, 100)
+    sets = [entry | {"begins": begins, "used": n} for entry, n in zip(mixture.state(), used, strict=True)]
+    for entry in sets:
+        del entry["offset"]
+    before = [n + more for n, more in zip(used, (6, 3, 1) if begins else (14, 6, 3), strict=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Mixture, "state", lambda _: sets)
+        go(configured(tmp_path / "out", three(5, 2, 1), train_iters=1))
+    index = checkpoint.read_index(tmp_path / "out/step_1")
+    mixture.resume(index | {"counters": {"consumed_samples": 23}})
+    assert begins or mixture.offsets.tolist() == [0, 0, 0], "an unchanged mixture has other samples"
+    places = read(mixture, tmp_path, 23, 63)
+    for name, first in zip(SIZES, before, strict=True):
+        mine = [place for its, place in places if its == name]
+        alone = Tokens(tmp_path / name, "train", 8, 100)
+        assert mine == alone.windows(np.arange(first, first + len(mine)), seed=3).tolist()
 
 
 LAYOUTS = [
@@ -183,7 +204,7 @@ def test_every_layout_trains_on_the_same_sets(workers, three, tmp_path, first, l
     entries = checkpoint.read_index(tmp_path / "many" / "step_10")["data"]
     total = Counter(name for name, _ in places)
     assert [(entry["name"], entry["share"]) for entry in entries] == [("en", 3), ("ja", 2), ("code", 0)]
-    assert last["consumed_tokens/en"] == 8 * total["en"] and entries[2]["used"] == total["code"]
+    assert last["consumed_tokens/en"] == 8 * total["en"] and entries[2]["offset"] == total["code"]
 
 
 @pytest.mark.slow
