@@ -20,6 +20,7 @@ out/NAME/step_0 also keeps the files of `CARRIED`. to_hf gives them back if the 
 
 from errors import UserError, exit_on_user_error, explained, fetched, reading, shown  # isort: skip
 from options import Parser  # isort: skip
+import json
 import os
 import pickle
 import re
@@ -36,7 +37,7 @@ from generate import compare_logits, load_model
 from model import GPT
 from recovery import checkpoint
 from reference import ACTIVATIONS
-from tokenizer import copy, load_tokenizer
+from tokenizer import COPY, PLAIN, SAME, FileTokenizer, copy, load_tokenizer
 
 KINDS = GPT2, OPT, LLAMA = "gpt2", "opt", "llama"  # model_type there; each table has a column for each
 PREFIX = ("transformer.", "model.decoder.", "model.")
@@ -174,7 +175,8 @@ def from_hf(folder, out):
     print(shown(f"{folder} -> {out}/step_0; to train it further:"))
     print(shown(f"python prepare.py FILES --tokenizer={quote(vocabulary)} --out={quote(config.data_dir)}"))
     print(shown(f"torchrun train.py {quote(out)}/config.py"))
-    theirs = vars(hf_config) | vars(model.generation_config)
+    said = {name: value for name, value in vars(hf_config).items() if value is not None}
+    theirs = vars(model.generation_config) | said
     ours = dict(
         attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout,
         bos_token_id=tokenizer.begin, eos_token_id=tokenizer.eot_token,
@@ -254,8 +256,7 @@ def write_checkpoint(folder, model, config, tokenizer):
         for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
-    if tokenizer.name != "bytes":
-        copy(tokenizer, folder)
+    copy(tokenizer, folder)
     state = {
         "shapes": {name: list(spec.shape) for name, spec in specs.items()},
         "config": {name: getattr(config, name) for name in [*FIELDS, *MORE]},  # a run sets the others
@@ -277,7 +278,7 @@ def to_hf(path, out):
     with explained(f"out={out}"):
         Path(out).mkdir(parents=True)
         hf_model.save_pretrained(out)
-        copy(tokenizer, out)
+        write_tokenizer(tokenizer, out)
         carry(checkpoint.find(path).resolve().with_name("step_0"), out)
         generation = hf.GenerationConfig.from_pretrained(out)
         if generation.pad_token_id is None:
@@ -288,6 +289,22 @@ def to_hf(path, out):
     print(shown(f"{path} -> {out}, {type(hf_model).__name__}"))
     if not Path(out, "tokenizer.json").exists():
         print(f"without a tokenizer: Hugging Face's format does not hold {tokenizer.name}'s")
+
+
+def write_tokenizer(tokenizer, out):
+    """Write the files of a vocabulary, also of tiktoken's gpt2 and of bytes."""
+    copy(tokenizer, out)
+    if tokenizer.name in SAME.values() and not isinstance(tokenizer, FileTokenizer):
+        from tokenizers.pre_tokenizers import ByteLevel
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+
+        converter = TikTokenConverter(extra_special_tokens=[tokenizer.end])
+        converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
+        inner = converter.converted()
+        inner.model.ignore_merges = False
+        inner.pre_tokenizer = ByteLevel(add_prefix_space=False)  # GPT-2's pattern
+        inner.save(f"{out}/{COPY[0]}")
+        Path(out, COPY[1]).write_text(json.dumps(PLAIN | {"eos_token": tokenizer.end}))
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@
     python prepare.py corpus/ --tokenizer=dataset/gpt2-vocab.json     # another vocabulary (tokenizer.py)
     python prepare.py --megatron=PREFIX --out=data/web                # PREFIX.bin and PREFIX.idx of Megatron-LM
 
-A `.bin` file contains only token ids, little-endian uint16 (above 65,536 ids: uint32). DIR also gets a copy of the
-vocabulary.
+A `.bin` file contains only token ids, little-endian uint16 (above 65,536 ids: uint32). DIR also gets a copy of a
+vocabulary in files.
 
 A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
 be compressed (.gz .zst). .parquet and .zst need `pip install pyarrow`. The characters "<|endoftext|>" in a document
@@ -191,8 +191,11 @@ def read_column(path, name):
 
 
 def encode_block(source, text_key, weights, block):
-    """Return [(split, tokens, whether the document ends here)] of the Parts, and a line for each bad one."""
+    """Return [(split, tokens, whether the document ends here)] of the Parts, a line for each bad one, and the number of
+    unknown tokens.
+    """
     tokenizer, encoded, problems = load_tokenizer(source), [], []
+    tokenizer.unknown = 0
     for part in block:
         try:
             if part.problem:
@@ -209,7 +212,7 @@ def encode_block(source, text_key, weights, block):
             ids = b""
         split = split_of(part.file, part.line, weights)
         encoded.append((split, ids + tokenizer.end_bytes if part.ends else ids, part.ends))
-    return encoded, problems
+    return encoded, problems, tokenizer.unknown
 
 
 def explanation(part, text_key, error):
@@ -286,7 +289,7 @@ def megatron_blocks(prefix, tokenizer, weights):
         data = ids[begin:end].astype(f"<u{tokenizer.width}").tobytes()
         if not data.endswith(tokenizer.end_bytes):
             data += tokenizer.end_bytes
-        yield [(split_of(0, line, weights), data, True)], []
+        yield [(split_of(0, line, weights), data, True)], [], 0
 
 
 # --- write: in the order of the input ---------------------------------------------------------------------------------
@@ -306,11 +309,11 @@ class Output:
     def __init__(self, folder, made_from, width):
         self.folder, self.width, self.saved_at = folder, width, time.monotonic()
         self.files = [open(folder / f"{split}.bin", "ab") for split in SPLITS]
-        self.progress = dict(made_from=made_from, blocks=0, tokens=[0, 0, 0], documents=[0, 0, 0], skipped=0)
+        self.progress = dict(made_from=made_from, blocks=0, tokens=[0, 0, 0], documents=[0, 0, 0], skipped=0, unknown=0)
         with contextlib.suppress(OSError, ValueError):
             saved = json.loads((folder / "progress.json").read_text())
             if saved["made_from"] == made_from:
-                self.progress = saved
+                self.progress |= saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
             else:
                 (folder / "progress.json").unlink()  # the other command would miss the tokens that are cut off
@@ -320,10 +323,11 @@ class Output:
         for file, n in zip(self.files, self.progress["tokens"], strict=True):
             file.truncate(self.width * n)
 
-    def write(self, encoded, problems):
+    def write(self, encoded, problems, unknown):
         p = self.progress
         p["blocks"] += 1
         p["skipped"] += len(problems)
+        p["unknown"] += unknown
         for split, ids, ends in encoded:
             self.files[split].write(ids)
             p["tokens"][split] += len(ids) // self.width
@@ -394,6 +398,9 @@ def main():
     if args.megatron and (args.inputs or args.part != "0/1"):
         raise UserError(f"--megatron={args.megatron}: converts one whole data set; leave out the inputs and --part")
     tokenizer = load_tokenizer(args.tokenizer)
+    if tokenizer.lossy and not args.megatron:
+        why = "this vocabulary would leave out characters that it does not have"
+        raise UserError(f"--tokenizer={args.tokenizer}: {why}; train it with unk_token, byte_fallback or all 256 bytes")
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
     with reading(f"--part={args.part}: should be I/N, as in 0/8 to 7/8"):
         index, count = map(int, args.part.split("/"))
@@ -448,11 +455,11 @@ def make(args, tokenizer, files, first, weights, output, folder):
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     about = made_from["input"]["bytes"] // PIECE
     with contextlib.closing(results), tqdm(results, total=about, initial=blocks_written, unit="block") as bar:
-        for encoded, problems in bar:
+        for encoded, problems, unknown in bar:
             if problems and args.inputs and args.on_error == "stop":
                 output.save()
                 raise UserError(f"{problems[0]}; or go on without it: --on_error=skip")
-            output.write(encoded, problems)
+            output.write(encoded, problems, unknown)
             for problem in problems:
                 tqdm.write(shown(problem))
     skipped = ", and the rest of ".join([f"skipped documents: {output.progress['skipped']}", *unread])
@@ -460,15 +467,18 @@ def make(args, tokenizer, files, first, weights, output, folder):
     if args.part == "0/1":  # another part may have text
         refuse_empty(output, tokenizer, args.text_key, skipped)
         output.fill_empty_splits(weights)
-    if tokenizer.name != "bytes":
-        copy(tokenizer, output.folder)
+    copy(tokenizer, output.folder)
     p = output.progress
     meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab, "eot_id": tokenizer.eot_token}
     meta |= {name: dict(zip(SPLITS, p[name], strict=True)) for name in ("tokens", "documents")}
-    output.finish(folder, meta | {"dtype": tokenizer.dtype, "skipped": p["skipped"], "made_from": made_from})
+    meta |= {name: p[name] for name in ("skipped", "unknown", "made_from")}
+    output.finish(folder, meta | {"dtype": tokenizer.dtype})
     for split, tokens, documents in zip(SPLITS, p["tokens"], p["documents"], strict=True):
         part = " (from the end of the largest split)" if tokens and not documents else ""
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents{part}")
+    if tokenizer.unk:
+        total, why = sum(p["tokens"]), "the vocabulary does not have these characters"
+        print(shown(f"unknown tokens: {p['unknown']:,} of {total:,} ({tokenizer.unk}: {why})"))
     print(skipped)
 
 

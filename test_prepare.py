@@ -377,7 +377,7 @@ def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path):
         with contextlib.closing(prepare.Output(tmp_path, made_from, 2)) as output:
             assert output.progress["blocks"] == 0
             if made_from == "this":
-                output.write([(0, b"12", True)], [])
+                output.write([(0, b"12", True)], [], 0)
                 output.save()
 
 

@@ -51,7 +51,7 @@ for i, meta in enumerate(metas):
             sys.exit(2)
 inputs = [meta["made_from"]["input"] for meta in metas]
 made_of = {"files": sum(i["files"] for i in inputs), "bytes": sum(i["bytes"] for i in inputs), "parts": n}
-joined = metas[0] | {"skipped": sum(meta["skipped"] for meta in metas)}
+joined = metas[0] | {name: sum(meta.get(name, 0) for meta in metas) for name in ("skipped", "unknown")}
 joined["made_from"] = metas[0]["made_from"] | {"input": made_of}
 for name in ("tokens", "documents"):
     joined[name] = {split: sum(meta[name][split] for meta in metas) for split in metas[0][name]}
