@@ -17,6 +17,11 @@ GIT = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent
 needs_git = pytest.mark.skipif(not GIT, reason="needs git, and the project as a clone of this user")
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory):
     pool = Workers(tmp_path_factory.mktemp("workers"))

@@ -315,7 +315,7 @@ def test_a_loader_that_is_never_closed_does_not_keep_the_process():
     assert (done.returncode, done.stderr) == (7, "")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_batches_arrive_whole_on_the_gpu(counted):
     numbers = list(itertools.islice(training_samples(0, 0, 1, 4), 200))
     with closing(loaded(counted, numbers, seed=0, device="cuda", depth=2)) as loader:

@@ -40,7 +40,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from testing.interpreted import DTYPES, poisoned, random  # noqa: F401  (first: it skips this file without Triton)
+from testing.interpreted import DTYPES, poisoned  # noqa: F401  (first: it skips this file without Triton)
 
 # isort: split
 
@@ -53,67 +53,23 @@ from operations import SDPBackend, attention_name, choose
 from parallel.mesh import Mesh
 from reference import Drop
 from testing import compiled, sanitizer
+from testing.cases import CASES, adamw, buffers, drop, errors, random, results, update_scalars
 from testing.tiny import CPU, tiny_batches, tiny_config
 
 
-def results(f, inputs, wanted=None):
-    """Return (outputs of f and gradients of its inputs, seeds).
-
-    seeds: the gradients of the outputs, equal to `wanted`, or random if `wanted` is None.
-    """
-    inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]
-    outputs = f(*(x.clone() for x in inputs))  # f may overwrite its inputs
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    seeds = [random(*y.shape, dtype=y.dtype, seed=90 + i) for i, y in enumerate(outputs)] if wanted is None else wanted
-    torch.autograd.backward(outputs, seeds)
-    return [y.detach() for y in outputs] + [x.grad for x in inputs], seeds
-
-
 def compare(fused, plain, inputs, more=0.0):
-    """Compare `fused` and `plain` with `plain` in float64. more: an additional allowed error. Return fused's errors."""
-    ours, seeds = results(fused, inputs)
-    theirs, _ = results(plain, inputs, seeds)
-    exact, _ = results(plain, [x.double() for x in inputs], [x.double() for x in seeds])
-    dtype, errors = inputs[0].dtype, []
-    for a, b, right in zip(ours, theirs, exact, strict=True):
-        assert a.dtype == dtype
-        error, of_plain = ((x.double() - right).abs().max() / (right.abs().max() + 1e-30) for x in (a, b))
-        errors.append(error)
-        allowed = 2 * of_plain + torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps + more
-        assert error <= allowed, (errors, of_plain)
-    return errors
+    """Require that the errors of `fused` are allowed (testing/cases.py). Return them."""
+    found, allowed = errors(fused, plain, inputs, more)
+    assert all(error <= most for error, most in zip(found, allowed, strict=True)), (found, allowed)
+    return found
 
 
 # --- LayerNorm, bias, dropout, residual, GELU, ReLU -------------------------------------------------------------------
 
 
-def drop(x):
-    return Drop(torch.arange(len(x)) * 3 + 2**40, 0.3, 1234, 7)
-
-
-CASES = {  # name: (inputs, call). An input x is [n, h], w is [n, 2h], v is [h].
-    "add": ("xxv", lambda ops, y, x, bias: ops.add_(y, x, bias)),
-    "add, dropout": ("xxv", lambda ops, y, x, bias: ops.add_(y, x, bias, drop(x))),
-    "layer norm": ("xvv", lambda ops, x, *norm: ops.add_layer_norm_(None, x, None, *norm)),
-    "add, layer norm": ("xxvvv", lambda ops, *inputs: ops.add_layer_norm_(*inputs)),
-    "add, dropout, layer norm": ("xxvvv", lambda ops, y, *rest: ops.add_layer_norm_(y, *rest, drop(y))),
-    "dropout": ("x", lambda ops, x: ops.dropout(x, drop(x))),
-    "rms norm": ("xv", lambda ops, x, weight: ops.add_rms_norm_(None, x, weight, 1e-3)),
-    "add, rms norm": ("xxv", lambda ops, *inputs: ops.add_rms_norm_(*inputs, 1e-3)),
-    "add, dropout, rms norm": ("xxv", lambda ops, y, *rest: ops.add_rms_norm_(y, *rest, 1e-3, drop(y))),
-    "swiglu": ("xx", lambda ops, gate, up: ops.swiglu(gate, up)),
-    "swiglu of halves": ("w", lambda ops, pair: ops.swiglu(*pair.chunk(2, 1))),
-    "gelu": ("xv", lambda ops, y, bias: ops.gelu_(y, bias)),
-    "relu": ("xv", lambda ops, y, bias: ops.relu_(y, bias)),
-    "layer norm without bias": ("xv", lambda ops, x, weight: ops.add_layer_norm_(None, x, None, weight, None)),
-    "gelu without bias": ("x", lambda ops, y: ops.gelu_(y, None)),
-    "relu without bias": ("x", lambda ops, y: ops.relu_(y, None)),
-}
-
-
 def check_operation(case, n, h, dtype=torch.float32, first=None):
     """Compare kernels.py and reference.py. first: the first input, instead of random numbers."""
-    kinds, call = CASES[case]
+    kinds, call, _ = CASES[case]
     shapes = {"x": (n, h), "w": (n, 2 * h), "v": (h,)}
     inputs = [random(*shapes[kind], dtype=dtype, size=2, seed=i) for i, kind in enumerate(kinds)]
     if first is not None:
@@ -135,7 +91,7 @@ OF_HEADS = [(reference, case) for case in CASES if "dropout" not in case and "ha
 @pytest.mark.parametrize("ops, case", [*OF_HEADS, (kernels, "layer norm"), (kernels, "rms norm")])
 def test_each_head_of_each_token_alone(ops, case):
     """x [b, s, heads, d], as for a norm of q: the last dimension is that of the mean, so no token sees another one."""
-    kinds, call = CASES[case]
+    kinds, call, _ = CASES[case]
     inputs = [random(6, 8, size=2, seed=i) if kind == "x" else random(8, seed=i) for i, kind in enumerate(kinds)]
     heads = [x.view(1, 3, 2, 8) if x.dim() == 2 else x for x in inputs]
     plain, seeds = results(functools.partial(call, ops), inputs)
@@ -278,27 +234,14 @@ def test_cross_entropy_of_extreme_logits(reduce):
 RANGES = [(0, 512, True), (512, 640, False), (640, 1040, True), (1040, 1056, False)]
 
 
-def adamw(ops, buffers, ranges=RANGES, skip=False, out=None):
-    """Make an update of buffers: weight, gradient, m, v."""
-    lr, scale = (torch.tensor(x, dtype=torch.float64) for x in (1e-2, 0.25))
-    scalars = reference.update_scalars(lr, scale, torch.tensor(3), torch.tensor(skip), 0.9, 0.99)
-    weight, gradient, *moments = buffers
-    options = dict(decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, out=out)
-    ops.adamw_(weight, gradient, moments, scalars, ranges, **options)
-
-
-def buffers(size):
-    return [random(size, seed=i) for i in range(3)] + [random(size, seed=3) ** 2]
-
-
 @pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranges", [RANGES, [(0, 16, True)], [(0, 2000, False)]], ids=len)
 def test_adamw(ranges, out):
     ours = buffers(ranges[-1][1])
     exact = [x.double() for x in ours]
     cast = None if out is None else torch.full_like(ours[0], torch.nan, dtype=out)
-    adamw(kernels, ours, ranges, out=cast)
-    adamw(reference, exact, ranges)
+    adamw(kernels, ours, ranges, update_scalars(), cast)
+    adamw(reference, exact, ranges, update_scalars())
     for i in (0, 2, 3):
         assert torch.allclose(ours[i].double(), exact[i], rtol=2e-6, atol=3e-7)
     assert out is None or torch.equal(cast, ours[0].to(out))
@@ -308,7 +251,7 @@ def test_a_skipped_adamw_touches_nothing():
     ours, cast = buffers(1056), torch.ones(1056, dtype=torch.bfloat16)
     before = [x.clone() for x in ours]
     ours[1][5] = torch.nan
-    adamw(kernels, ours, skip=True, out=cast)
+    adamw(kernels, ours, RANGES, update_scalars(skip=True), cast)
     assert all(torch.equal(ours[i], before[i]) for i in (0, 2, 3)) and (cast == 1).all()
 
 
@@ -400,7 +343,7 @@ def test_bytes_of_the_other_operations():
         assert count(lambda: out[-1].backward(dy), "DOUT SAVED DY") == (4, 2)
     assert count(lambda: kernels.join([x]), "X WHOLE") == (2, 2)
     ours, cast = buffers(1056), torch.zeros(1056, dtype=torch.bfloat16)
-    assert moved(lambda: adamw(kernels, ours, out=cast), "W G M V OUT", 1056) == (16, 14)
+    assert moved(lambda: adamw(kernels, ours, RANGES, update_scalars(), cast), "W G M V OUT", 1056) == (16, 14)
 
 
 @REDUCE

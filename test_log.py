@@ -231,7 +231,7 @@ def test_a_pending_step_has_the_numbers_of_the_step():
     assert type(step.skipped) is type(step.stop) is bool
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_a_pending_step_waits_for_a_real_gpu():
     late, numbers = torch.ones(6, device="cuda").double(), torch.zeros(6, dtype=torch.float64, device="cuda")
     log.PendingStep(numbers, 1.0, 2).read()  # allocates pinned memory

@@ -3,9 +3,7 @@
     python -m bench                   list the measurements
     python -m bench layouts           a training step of every layout, ours and PyTorch's own
     python -m bench kernels           correctness and speed of every operation, on a GPU
-    python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
-    python -m bench sweep             a training step of every layout that this machine can run, beside predictions
-    python -m bench same              whether two runs have the same losses
+    python -m bench train             a training step, ours and plain PyTorch's, on a GPU
 
 The measurement NAME is `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring is the help:
 `python -m bench NAME --help`.
@@ -19,7 +17,7 @@ import sys
 from errors import UserError, exit_on_user_error
 from options import Parser, within
 
-NAMES = ["layouts", "kernels", "train", "sweep", "same"]
+NAMES = ["layouts", "kernels", "train"]
 
 
 def measurement(name):

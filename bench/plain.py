@@ -1,20 +1,26 @@
-"""The same GPT in plain PyTorch, with our initial weights."""
+"""The same GPT in plain PyTorch, with our initial weights, and a training step of each of the two.
 
+PyTorch's follows its tutorials and uses every option that makes it faster: fused AdamW, gradients
+as views into buckets, no unnecessary copies or messages.
+"""
+
+import contextlib
+import itertools
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import train
 from model import GPT
+from parallel.comm import all_reduce
+from parallel.layout import number_of_micro_batches
+from testing.cases import word_ids
 
 ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}
-STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0)  # constant learning rate
-
-
-def samples(tokens):
-    """Return [(ids [b, s], targets [b, s])] of the micro-batches of tokens [m, b, s + 1]."""
-    return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=0.0)
 
 
 class PlainEmbedding(nn.Module):
@@ -89,8 +95,31 @@ class Plain(nn.Module):
                 self.units[i].get_parameter(name).copy_(weight)
 
 
+# --- a training step ------------------------------------------------------------------------------
+
+
+def batches_of(c, mesh, device):
+    """Return [(ids [b, s], targets [b, s])]: the micro-batches of this data rank's step."""
+    count = number_of_micro_batches(c, c.global_batch_size, mesh.data.size)
+    shape = count, mesh.data.size, c.micro_batch_size, c.seq_length + 1
+    ids = word_ids(shape, c.vocab_size, c.seed)[:, mesh.data.rank].to(device)
+    return [(sample[:, :-1].contiguous(), sample[:, 1:].contiguous()) for sample in ids]
+
+
+def our_start(c, mesh, device, batches):
+    """Return start() of `compete.train_beside`: train.py's step on `batches`."""
+
+    def start():
+        run = train.build_run(c, mesh, device)
+        run.zero.initialize(c.seed)
+        over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
+        return lambda: train.train_step(run, over_and_over).read
+
+    return start
+
+
 def loss_of(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def make_optimizer(model, c):
@@ -100,3 +129,48 @@ def make_optimizer(model, c):
         groups.setdefault((p.ndim > 1, type(p)), []).append(p)
     groups = [dict(params=ps, weight_decay=c.weight_decay * decays) for (decays, _), ps in groups.items()]
     return torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps, fused=True)
+
+
+def clip(optimizer, c):
+    """Clip the gradients. Return their norm. A group has only DTensors, or none."""
+    groups = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+    norms = [nn.utils.get_total_norm(group, foreach=True) for group in groups]
+    norms = [norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in optimizer.param_groups:
+        nn.utils.clip_grads_with_norm_(group["params"], c.clip_grad, norm, foreach=True)
+    return norm
+
+
+def plain_step(model, c, mesh, batches, loss=None, context=contextlib.nullcontext, before=lambda last: None):
+    """Return step() of a model without pipeline stages.
+
+    loss(ids, targets): a micro-batch's. context(): around each of them. before(last): before it.
+    """
+    optimizer = make_optimizer(model, c)
+    loss = loss or (lambda ids, targets: loss_of(model(ids), targets))
+
+    def step():
+        total = 0.0
+        for j, batch in enumerate(batches):
+            before(j == len(batches) - 1)
+            with context():
+                part = loss(*batch) / len(batches)
+                part.backward()
+            total += part.detach()
+        norm = clip(optimizer, c)
+        optimizer.step()
+        optimizer.zero_grad()
+        return partial(whole, mesh, total, norm)
+
+    return step
+
+
+def whole(mesh, loss, norm):
+    """Return (mean loss over the data ranks, gradient norm), as numbers. All ranks must call this.
+
+    loss: this rank's, or 0 if it computes none.
+    """
+    loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
+    share = loss.double() / (mesh.data.size * mesh.tp.size)
+    return all_reduce(share, mesh.world, "loss").wait().item(), norm.item()

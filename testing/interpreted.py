@@ -2,7 +2,7 @@
 
 The import, before `import kernels`, skips the test file if Triton is missing or there is a GPU:
 
-    from testing.interpreted import DTYPES, poisoned, random  # noqa: F401
+    from testing.interpreted import DTYPES, poisoned  # noqa: F401
 """
 
 import pytest
@@ -28,8 +28,3 @@ def poisoned(monkeypatch):
 
 def poison(x):
     return x.fill_(torch.nan) if x.is_floating_point() and not x.is_meta else x
-
-
-def random(*shape, dtype=torch.float32, seed=0, size=1.0):
-    """Return normal random numbers of standard deviation `size`."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)

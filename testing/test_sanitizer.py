@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from testing.interpreted import random  # first: skips without Triton
+import testing.interpreted  # noqa: F401  (first: it skips this file without Triton)
 
 # isort: split
 
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from testing import sanitizer
+from testing.cases import random
 
 
 def same(a, b):

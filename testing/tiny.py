@@ -81,7 +81,7 @@ def tiny_batches(run, vocab_size=None, reader=None):
     table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
     for numbers in training_samples(0, *(reader or run.mesh.reader), c.micro_batch_size):
         numbers = torch.from_numpy(numbers)
-        tokens = table[numbers % len(table)]
+        tokens, numbers = table[numbers % len(table)].to(run.device), numbers.to(run.device)
         yield run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], numbers)
 
 

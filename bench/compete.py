@@ -1,0 +1,127 @@
+"""The loop of all measurements: contestants take turns, and a row of a table has each one's times.
+
+Other programs and clock rates disturb a measurement. So a printed ratio is the median of the ratios
+of two turns in the same round.
+"""
+
+import gc
+import statistics
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from accounts.devices import peak_tflops
+from accounts.flops import model_flops
+from errors import UserError
+
+CHECKED = 3  # steps whose losses and gradient norms are compared
+TOLERANCE = {"fp32": (1e-4, 1e-4), "bf16": (0.01, 0.05)}  # relative, of a loss and a gradient norm
+ROW = "{:<26}{:<22}{:>22}{:>18}{:>12}{:>8}"
+TITLES = ROW.format("", "", "ms of a step", "ours / theirs", "tokens/s", "MFU")
+
+
+def compete(contestants, rounds):
+    """Return {name: the results of its turns}. contestants: {name: function without arguments}.
+
+    Every second round goes backwards. A contestant that fails leaves, and the others go on.
+    """
+    results = {name: [] for name in contestants}
+    for i in range(rounds):
+        for name in [*results][:: -1 if i % 2 else 1]:
+            try:
+                results[name].append(contestants[name]())
+            except Exception as error:
+                if dist.is_initialized():  # the other processes wait for this one
+                    raise
+                del results[name]
+                words = " ".join(str(error).split())[:200]
+                print(f"{name} failed: {type(error).__name__}: {words}", flush=True)
+            if torch.cuda.is_available():  # the next contestant needs blocks of other sizes
+                gc.collect()
+                torch.cuda.empty_cache()
+    return results
+
+
+def train_beside(title, c, contestants, rounds, steps):
+    """Check that contestants train the same model, time their steps, and print a row for each.
+
+    contestants: {name: start}, ours first. start() sets the initial weights and returns step().
+    step() returns read(), so that a timed step does not wait: read()[:2] are loss and gradient
+    norm. Return whether ours did not fail.
+    """
+    stepping = {}
+
+    def first_steps(name):
+        step = stepping[name] = contestants[name]()
+        return [step()()[:2] for _ in range(CHECKED)]
+
+    firsts = compete({name: partial(first_steps, name) for name in contestants}, 1)
+    check_same(title, c.dtype, {name: numbers for name, (numbers,) in firsts.items()})
+    turns = {name: partial(turn, stepping[name], steps) for name in firsts}
+    seconds = compete(turns, rounds)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for name in seconds:
+            print(row(title, c, name, seconds, next(iter(contestants))), flush=True)
+    return next(iter(contestants)) in seconds
+
+
+def check_same(title, dtype, numbers):
+    """Raise UserError if the losses or the gradient norms of two contestants differ."""
+    ours, *others = numbers or [""]
+    for theirs in others:
+        for i, (a, b) in enumerate(zip(numbers[ours], numbers[theirs], strict=True)):
+            for what, x, y, e in zip(("loss", "gradient norm"), a, b, TOLERANCE[dtype], strict=True):
+                if not abs(x - y) <= e * abs(y):
+                    raise UserError(f"{title}: the {what} of step {i + 1} differs: {ours} {x}, {theirs} {y}")
+
+
+def turn(step, steps):
+    """Return the mean seconds of a step. The first one allocates memory and is not timed."""
+    step()
+    wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    return (time.perf_counter() - start) / steps
+
+
+def wait():
+    """Wait for the GPU, and for the other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def row(title, c, name, seconds, ours):
+    """Return a contestant's row. tokens/s and MFU are those of all processes together."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    median, peak = statistics.median(seconds[name]), peak_tflops(device, c.dtype)
+    mfu = f"{model_flops(c, c.global_batch_size) / median / (peak * 1e12):.1%}" if peak else ""
+    against = "" if name == ours or ours not in seconds else spread(ratios(seconds[ours], seconds[name]))
+    milliseconds = spread([1000 * x for x in seconds[name]], "{:.1f}")
+    return ROW.format(title, name, milliseconds, against, f"{c.global_batch_size * c.seq_length / median:,.0f}", mfu)
+
+
+# --- the command line and the tables --------------------------------------------------------------
+
+
+def chosen(names, only):
+    """Return the names that contain `only`. Raises UserError if there are none."""
+    if not any(only in name for name in names):
+        raise UserError(f"--only={only}: no name contains this text; the names are {', '.join(names)}")
+    return [name for name in names if only in name]
+
+
+def spread(values, form="{:.2f}"):
+    """Return the median, smallest and largest value: '1.02 (0.97-1.05)'."""
+    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
+    return f"{middle} ({low}-{high})"
+
+
+def ratios(values, others):
+    """Return the ratio of the two values of each round."""
+    return [a / b for a, b in zip(values, others, strict=True)]
