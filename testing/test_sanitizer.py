@@ -1,6 +1,5 @@
 """testing/sanitizer.py finds each kind of defect in a small kernel, and accepts correct ones."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,120 +12,84 @@ import triton.language as tl
 
 from testing import sanitizer
 from testing.cases import random
-
-
-def same(a, b):
-    """Require equal dtypes, shapes and values, with NaN."""
-    assert a.dtype == b.dtype and a.shape == b.shape
-    assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
-
-
-# --- out of bounds ----------------------------------------------------------------------------------------------------
+from testing.sanitizer import OutOfBounds, Race
 
 
 @triton.jit
-def copy(x, y, n, offset, BLOCK: tl.constexpr, STRIDE: tl.constexpr = 1):
-    """y[i] = x[i STRIDE + offset] for i < n"""
+def copy(x, y, n, offset, BLOCK: tl.constexpr, WRAP_X: tl.constexpr = 1 << 30, WRAP_Y: tl.constexpr = 1 << 30):
+    """y[i % WRAP_Y] = x[i % WRAP_X + offset] for i < n"""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, tl.load(x + i * STRIDE + offset, mask=i < n), mask=i < n)
+    tl.store(y + i % WRAP_Y, tl.load(x + i % WRAP_X + offset, mask=i < n).to(y.dtype.element_ty), mask=i < n)
 
 
-@pytest.mark.parametrize("offset", [1, -1, 1 << 20, 1 << 40, -(1 << 30)])
-def test_a_load_out_of_bounds_is_named(offset):
-    """One element outside, or far away, where the process could crash."""
-    x, y = random(37), torch.zeros(37)
-    copy[3,](x, y, 37, 0, BLOCK=16)
-    assert torch.equal(x, y)
-    program, lane, element = (2, 4, 37) if offset == 1 else (0, 0, offset)
-    with pytest.raises(sanitizer.OutOfBounds, match=rf"\({program}, 0, 0\), lane {lane}, loads x\[{element}\]"):
-        copy[3,](x, y, 37, offset, BLOCK=16)
+NUMBERS, QKV, ROW = random(37), random(4, 3, 8), torch.zeros(8)
+DEFECTS = {  # name: (arguments of `copy`, its options, error, the error's words)
+    "a load": ((NUMBERS, torch.zeros(37), 37, 1), {}, OutOfBounds, r"\(2, 0, 0\), lane 4, loads x\[37\]"),
+    "a load before": ((NUMBERS, torch.zeros(37), 37, -1), {}, OutOfBounds, r"\(0, 0, 0\), lane 0, loads x\[-1\]"),
+    "far away": ((NUMBERS, torch.zeros(37), 37, -(1 << 40)), {}, OutOfBounds, r"lane 0, loads x\[-1099511627776\]"),
+    "a store": ((NUMBERS, torch.zeros(31), 32, 0), {}, OutOfBounds, r"stores y\[31\]"),
+    "another argument": ((NUMBERS[:16], NUMBERS[16:], 16, 1), {}, OutOfBounds, r"loads x\[16\]"),
+    "between a view's rows": ((QKV[:, 0], ROW, 8, 8), dict(BLOCK=8), OutOfBounds, r"loads x\[8\].* \[4, 8\]"),
+    "stores of two programs": (
+        (NUMBERS, torch.zeros(8), 16, 0),
+        dict(BLOCK=8, WRAP_Y=8),
+        Race,
+        r"y\[0\], .*program .*stored",
+    ),
+    "stores of two lanes": (
+        (NUMBERS, torch.zeros(8), 16, 0),
+        dict(WRAP_Y=8),
+        Race,
+        r"y\[0\], which another lane of this store",
+    ),
+    "a load after a store": ((NUMBERS, NUMBERS[1:], 16, 0), dict(BLOCK=4), Race, r"\(1, 0, 0\), .*x\[4\], .*stored"),
+    "a store after a load": ((NUMBERS, NUMBERS, 16, 1), dict(BLOCK=4), Race, r"\(1, 0, 0\), .*y\[4\], .*loaded"),
+}
 
 
-def test_a_store_out_of_bounds_is_named():
-    with pytest.raises(sanitizer.OutOfBounds, match=r"stores y\[31\]"):
-        copy[2,](random(32), torch.zeros(31), 32, 0, BLOCK=16)
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_named(name):
+    arguments, options, error, words = DEFECTS[name]
+    options = dict(BLOCK=16) | options
+    with pytest.raises(error, match=words):
+        copy[triton.cdiv(arguments[2], options["BLOCK"]),](*arguments, **options)
 
 
-def test_one_argument_does_not_lead_into_another():
-    """Memory after half a buffer, and between a view's rows, belongs to another argument."""
-    both = random(64)
-    with pytest.raises(sanitizer.OutOfBounds, match=r"loads x\[32\]"):
-        copy[1,](both[:32], both[32:], 32, 1, BLOCK=32)
-    copy[1,](both[32:], both[:32], 32, 0, BLOCK=32)
-    assert torch.equal(both[:32], both[32:])
-    qkv, y = random(4, 3, 8), torch.zeros(8)
-    for i in range(3):
-        copy[1,](qkv[:, i], y, 8, 24, BLOCK=8)
-        assert torch.equal(y, qkv[1, i])
-    with pytest.raises(sanitizer.OutOfBounds, match=r"loads x\[8\].* \[4, 8\]"):
-        copy[1,](qkv[:, 0], y, 8, 8, BLOCK=8)
+def test_a_right_kernel_is_accepted_and_its_bytes_are_counted():
+    """Masked lanes move nothing, and four loads of one element count four times."""
+    y = torch.zeros(37, dtype=torch.bfloat16)
+    with sanitizer.traffic() as t:
+        copy[3,](NUMBERS, y, 37, 0, BLOCK=16)
+    assert torch.equal(NUMBERS.bfloat16(), y) and t.loaded == {"x": 4 * 37} and t.stored == {"y": 2 * 37}
+    with sanitizer.traffic() as t:
+        copy[1,](NUMBERS, y, 4, 0, BLOCK=4, WRAP_X=1)
+    assert t.loaded["x"] == 4 * 4
+    x = NUMBERS.clone()
+    copy[4,](x, x, 16, 0, BLOCK=4)  # each program in its own place
+    copy[1,](QKV[:, 1], ROW, 8, 24, BLOCK=8)
+    assert torch.equal(x, NUMBERS) and torch.equal(ROW, QKV[1, 1])
 
 
-# --- races ------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def store_at(x, stride):
-    tl.store(x + tl.program_id(0) * stride + tl.program_id(1), 1.0)
-
-
-def test_two_programs_that_store_one_element_are_a_race():
-    store_at[3, 2](torch.zeros(6), 2)
-    with pytest.raises(sanitizer.Race, match=r"program \(1, 0, 0\), .* stores x\[1\], which another program .* stored"):
-        store_at[3, 2](torch.zeros(4), 1)
-
-
-def test_a_load_of_what_another_program_stores_is_a_race():
-    """On a GPU, their order is undefined."""
-    x = random(18)
-    with pytest.raises(sanitizer.Race, match=r"\(1, 0, 0\), lane 0, loads x\[4\], .* stored"):
-        copy[4,](x, x[1:], 16, 0, BLOCK=4)
-    with pytest.raises(sanitizer.Race, match=r"\(1, 0, 0\), lane 0, stores y\[4\], .* loaded"):
-        copy[4,](x, x, 16, 1, BLOCK=4)
-    copy[4,](x, x, 16, 0, BLOCK=4)
-
-
-@triton.jit
-def scatter(x, where, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(x + tl.load(where + i), i.to(tl.float32))
-
-
-def test_two_lanes_that_store_one_element_are_a_race():
-    x = torch.zeros(4)
-    scatter[1,](x, torch.tensor([3, 1, 2, 0]), BLOCK=4)
-    assert x.tolist() == [3, 1, 2, 0]
-    with pytest.raises(sanitizer.Race, match=r"lane 0, stores x\[3\], which another lane of this store"):
-        scatter[1,](x, torch.tensor([3, 1, 2, 3]), BLOCK=4)
-
-
-# --- bfloat16 ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def convert(x, y, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+# --- bfloat16 -------------------------------------------------------------------------------------
 
 
 def converted(x, dtype):
     y = torch.zeros(x.shape, dtype=dtype)
-    convert[1,](x, y, BLOCK=x.numel())
+    copy[1,](x, y, len(x), 0, BLOCK=triton.next_power_of_2(len(x)))
     return y
 
 
 def test_conversions_of_bfloat16_are_those_of_torch():
-    """Every bfloat16; midpoints of two, and the float32 beside them; extreme numbers."""
-    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    same(converted(x, torch.float32), x.float())
-    same(converted(x.float(), torch.bfloat16), x)
+    """Every bfloat16; midpoints of two, and the float32 beside them; extreme numbers; integers."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     below = torch.arange(0, 0x7F80, 3, dtype=torch.int32)[: 1 << 13] << 16
-    x = torch.cat([below + 0x7FFF, below + 0x8000, below + 0x8001, below]).view(torch.float32)
-    same(converted(-x, torch.bfloat16), -x.bfloat16())
+    near = torch.cat([below + 0x7FFF, below + 0x8000, below + 0x8001, below]).view(torch.float32)
     ends = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 3.3895e38, 1e-45, -0.0])
-    same(converted(ends, torch.bfloat16), ends.bfloat16())
     integers = torch.arange(-(1 << 12), 1 << 12, dtype=torch.int32)
-    same(converted(integers, torch.bfloat16), integers.bfloat16())
+    for x in (every, every.float(), -near, ends, integers):
+        dtype = torch.float32 if x is every else torch.bfloat16
+        y, right = converted(x, dtype), x.to(dtype)
+        assert torch.equal(y.isnan(), right.isnan()) and torch.equal(y.nan_to_num(0), right.nan_to_num(0))
 
 
 @triton.jit
@@ -156,35 +119,3 @@ def test_other_arithmetic_on_bfloat16_is_refused():
     assert one == 2
     with pytest.raises(TypeError, match="convert to float32 first"):
         add[1,](one.bfloat16(), one.bfloat16())
-
-
-# --- traffic ----------------------------------------------------------------------------------------------------------
-
-
-def test_traffic_counts_loaded_and_stored_bytes():
-    """Masked lanes move nothing. Four reads count four times."""
-    x, y = random(100), torch.zeros(100, dtype=torch.bfloat16)
-    with sanitizer.traffic() as t:
-        copy[7,](x, y, 100, 0, BLOCK=16)
-    assert t.loaded == {"x": 400} and t.stored == {"y": 200}
-    with sanitizer.traffic() as t:
-        copy[1,](x[:1].expand(4), y, 4, 0, BLOCK=4, STRIDE=0)
-    assert t.loaded["x"] == 4 * 4
-
-
-# --- the process ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def overflow(x, y, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(y + i, tl.exp(tl.load(x + i)) - tl.log(tl.load(x + i)))
-
-
-def test_what_a_gpu_does_silently_does_not_warn():
-    x = torch.tensor([300.0, -1.0, 0.0, torch.inf])
-    y = torch.zeros(4)
-    overflow[1,](x, y, BLOCK=4)
-    same(y, x.exp() - x.log())
-    with pytest.warns(RuntimeWarning, match="overflow"):  # as before, outside of a launch
-        np.float32(1e38) * np.float32(1e38)
