@@ -4,7 +4,6 @@ Other programs and clock rates disturb a measurement. So a printed ratio is the 
 of two turns in the same round.
 """
 
-import gc
 import statistics
 import time
 from functools import partial
@@ -38,24 +37,24 @@ def compete(contestants, rounds):
                 del results[name]
                 words = " ".join(str(error).split())[:200]
                 print(f"{name} failed: {type(error).__name__}: {words}", flush=True)
-            if torch.cuda.is_available():  # the next contestant needs blocks of other sizes
-                gc.collect()
-                torch.cuda.empty_cache()
     return results
 
 
-def train_beside(title, c, contestants, rounds, steps):
+def train_beside(title, c, contestants, rounds, steps, gpu=""):
     """Check that contestants train the same model, time their steps, and print a row for each.
 
     contestants: {name: start}, ours first. start() sets the initial weights and returns step().
     step() returns read(), so that a timed step does not wait: read()[:2] are loss and gradient
-    norm. Return whether ours did not fail.
+    norm. gpu: its name. There, a first figure of each is printed at once. Return whether ours is timed.
     """
     stepping = {}
 
     def first_steps(name):
         step = stepping[name] = contestants[name]()
-        return [step()()[:2] for _ in range(CHECKED)]
+        numbers = [step()()[:2] for _ in range(CHECKED)]
+        if gpu:
+            print(f"{name}: {1000 * turn(step, steps):.1f} ms; {numbers}", flush=True)
+        return numbers
 
     firsts = compete({name: partial(first_steps, name) for name in contestants}, 1)
     check_same(title, c.dtype, {name: numbers for name, (numbers,) in firsts.items()})
@@ -63,7 +62,7 @@ def train_beside(title, c, contestants, rounds, steps):
     seconds = compete(turns, rounds)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for name in seconds:
-            print(row(title, c, name, seconds, next(iter(contestants))), flush=True)
+            print(row(title, c, name, seconds, next(iter(contestants)), gpu), flush=True)
     return next(iter(contestants)) in seconds
 
 
@@ -79,6 +78,7 @@ def check_same(title, dtype, numbers):
 
 def turn(step, steps):
     """Return the mean seconds of a step. The first one allocates memory and is not timed."""
+    torch.cuda.empty_cache()  # the others' blocks; without a GPU it does nothing
     step()
     wait()
     start = time.perf_counter()
@@ -96,10 +96,9 @@ def wait():
         dist.barrier()
 
 
-def row(title, c, name, seconds, ours):
-    """Return a contestant's row. tokens/s and MFU are those of all processes together."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    median, peak = statistics.median(seconds[name]), peak_tflops(device, c.dtype)
+def row(title, c, name, seconds, ours, gpu):
+    """Return a contestant's row. tokens/s are those of all processes together."""
+    median, peak = statistics.median(seconds[name]), peak_tflops(gpu, c.dtype)
     mfu = f"{model_flops(c, c.global_batch_size) / median / (peak * 1e12):.1%}" if peak else ""
     against = "" if name == ours or ours not in seconds else spread(ratios(seconds[ours], seconds[name]))
     milliseconds = spread([1000 * x for x in seconds[name]], "{:.1f}")

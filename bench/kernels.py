@@ -123,6 +123,7 @@ def check(name, operation, rounds):
         print(LINE.format(name, "", judged, "", "").rstrip(), flush=True)
         return right
     torch._dynamo.reset()  # forgets the code of the operations before
+    torch._functorch.config.donated_buffer = False  # a compiled backward may be called again
     variants = {"Triton": triton, "reference.py": plain, "compiled": torch.compile(plain, dynamic=False)}
     leaves = [x.clone().requires_grad_(backward) for x in inputs]
     for direction, passes in zip(("forward", "backward"), operation.passes, strict=False):

@@ -20,7 +20,7 @@ from parallel.layout import number_of_micro_batches
 from testing.cases import word_ids
 
 ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}
-STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=0.0)
+STEADY = dict(train_iters=10**5, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=0.0)
 
 
 class PlainEmbedding(nn.Module):

@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,9 +46,12 @@ def steps_of(*numbers):
 
 def test_a_row_has_times_and_ratios_and_another_training_is_refused(capsys):
     c, same = Config(dtype="fp32", num_layers=1, hidden_size=8), steps_of((2.0, 1.0))
-    assert train_beside("dp=1", c, {"ours": same, "theirs": steps_of((2.0001, 1.0))}, 2, 1)
-    ours, theirs = capsys.readouterr().out.splitlines()
+    contestants = {"ours": same, "theirs": steps_of((2.0001, 1.0))}
+    assert train_beside("dp=1", replace(c, dtype="bf16"), contestants, 2, 1, "NVIDIA H100 80GB HBM3")
+    *figures, ours, theirs = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in figures] == ["ours", "theirs"]
     assert ours.startswith("dp=1 ") and ours.count("(") == 1 and theirs.count("(") == 2
+    assert ours.endswith("%") and theirs.endswith("%")  # MFU
     assert not train_beside("dp=1", c, {"ours": exhausted, "theirs": same}, 2, 1)
     for what, pair in (("loss", (2.001, 1.0)), ("gradient norm", (2.0, 1.001))):
         with pytest.raises(UserError, match=f"dp=1: the {what} of step 2 differs: ours .*, theirs"):

@@ -43,22 +43,20 @@ def measure(
     --rounds             turns of each contestant
     --steps              timed steps of a turn
     """
-    gpu, mesh = torch.cuda.is_available(), Mesh()
+    gpu, mesh = torch.cuda.get_device_name() if torch.cuda.is_available() else "", Mesh()
     c = configuration.load([config, "--dtype=bf16", "--dropout=0", "--recompute=none", f"--kernels={kernels}"])
     c = replace(c, micro_batch_size=micro_batch_size, rampup_batch_size="", **STEADY)
     c = c if gpu else replace(c, **SMALL)
     c.global_batch_size = c.micro_batch_size * micro_batches
     configuration.check(c, 1)
-    device = torch.device("cuda" if gpu else "cpu")
-    name = torch.cuda.get_device_name() if gpu else "no GPU: a small model on the CPU, whose times say nothing"
-    print(
-        f"{name}; PyTorch {torch.__version__}, {config}, bf16, a constant learning rate, no dropout, no recomputation"
-    )
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    name = gpu or "no GPU: a small model on the CPU, whose times say nothing"
+    print(f"{name}; PyTorch {torch.__version__}, {config}, bf16, a constant learning rate")
     print(f"{micro_batches} micro-batches of {c.micro_batch_size} x {c.seq_length} tokens; median of {rounds} turns")
     print(TITLES, flush=True)
     batches = batches_of(c, mesh, device)
     contestants = {"ours": our_start(c, mesh, device, batches), **plain_starts(c, mesh, device, batches)}
-    if not train_beside("", c, contestants, rounds, steps):
+    if not train_beside("", c, contestants, rounds, steps, gpu):
         sys.exit(1)
 
 

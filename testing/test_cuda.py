@@ -37,7 +37,7 @@ def trained(device, mode, **fields):
 )
 def test_a_gpu_trains_as_the_cpu_and_the_host_never_waits(fields):
     """A host that waits for a number queues no work, and the GPU idles."""
-    gpu = trained("cuda", "error", **fields)
+    gpu = trained("cuda:0", "error", **fields)
     for ours, right in zip(gpu, trained("cpu", "default", **fields | dict(kernels="torch")), strict=True):
         assert ours == pytest.approx(right, rel=1e-3)
 
