@@ -18,6 +18,7 @@ need_pytest()
 
 import testing.environment  # noqa: F401  # isort: skip: it sets variables that torch reads
 
+import math
 import re
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,15 +43,16 @@ from errors import UserError, exit_on_user_error
 from model import GPT
 from parallel import optimizer
 from parallel.mesh import Mesh
+from recovery.checkpoint import step_path
 from testing import compare, letters
-from testing.record import first_step, gradients, one_process_config, parameters, record_loop
-from testing.tiny import CHECKED, stirred, tiny_batches, write_tokens, wrong_gradients
+from testing.record import first_step, one_process_config, record_loop, recorded
+from testing.tiny import CHECKED, built, stirred, tiny_batches, write_tokens, wrong_gradients
 from testing.workers import Workers
 
 TRAINING = dict(
     dropout=0.0, max_position_embeddings=0, micro_batch_size=1, train_iters=3, lr=1e-2, min_lr=0.0, skip_norm=0.0,
     lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-6, dtype="fp64", kernels="torch",
-    log_interval=1, eval_iters=1,
+    log_interval=1, eval_iters=2, save_interval=2,
 )  # fmt: skip
 OF_LAYOUT = "processes iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu timers_ms".split()
 HALF = 4  # the first and the last lines of a cause that are printed
@@ -120,6 +123,82 @@ def layout(workers, c, ranks):
     return f"copies differ: {copies[0]}" if copies else ""
 
 
+# --- one process: another device, dtype, loss scale; a resume; the loss -----------------------------------------------
+
+
+def device(c):
+    """Run a step on tensors without values, of the device meta: to mix them with a CPU's is an error, as on a GPU."""
+    one = dict(num_layers=1, global_batch_size=1, micro_batch_size=1, dropout=0.1, dtype="bf16")
+    run = built(replace(c, **one), device=torch.device("meta"))
+    ids = torch.zeros(1, c.seq_length, dtype=torch.int64, device="meta")
+    try:
+        with mock.patch.object(run.zero, "update"), mock.patch.object(train, "PendingStep"):  # these read values
+            train.train_step(run, iter([run.model.micro_batch(ids, ids, ids[:, 0])]))
+    except RuntimeError as error:
+        if "device" in str(error) and not isinstance(error, NotImplementedError):
+            raise
+        raise UserError(f"an operation needs values: {error}") from None
+
+
+def one_step(c, scale=1.0, **fields):
+    """Return the Record of a step of one process."""
+    run = stirred(c, **fields)
+    run.loss_scale.scale, batches = scale, tiny_batches(run)
+    return recorded(run, lambda: train.train_step(run, batches), tables=False)
+
+
+def narrow(c):
+    """Compare a step's loss in bf16, a GPU's usual dtype, with that in float64."""
+    loss, right = one_step(c, dtype="bf16").loss, one_step(c).loss
+    return "" if math.isclose(loss, right, rel_tol=2**-5) else f"the loss is {loss:.6g}, in float64 {right:.6g}"
+
+
+def loss_scale(c):
+    """Compare a step whose gradients are 1024 times as large until the update, as in fp16."""
+    plain, scaled = one_step(c), one_step(c, 1024.0)
+    if scaled.loss != plain.loss:
+        return f"the loss is {scaled.loss:.8g} instead of {plain.loss:.8g}: the scale is not divided out"
+    wrong = [name for name, right in plain.after.items() if not close(scaled.after[name], right, 1e-9)]
+    wrong = ["the gradient norm"] * (not math.isclose(scaled.norm, plain.norm, rel_tol=1e-9)) + wrong
+    return wrong and f"other {', '.join(wrong[:4])}: `bucket.grad.shard` is `run.loss_scale.scale` times the gradient"
+
+
+def resumed(workers, c):
+    """Compare a run that resumes at iteration 2 with the whole run."""
+    _, (whole,) = one_process(workers, c)
+    again = replace(whole.config, resume=str(step_path(whole.config.out_dir, 2)))
+    _, (part,) = trained(workers, 1, again)
+    wrong = [name for name, right in whole.after.items() if not close(part.after[name], right, 1e-12)]
+    same = not wrong and (part.losses, part.norms) == (whole.losses[2:], whole.norms[2:])
+    return "" if same else "it differs after a resume: a number of the run is in no checkpoint (`save`, `restore`)"
+
+
+@torch.no_grad()
+def first_loss(workers, c):
+    """Compare the loss of the loop's first batch with -log softmax of the logits at the next tokens of the file."""
+    _, (record,) = one_process(workers, c)
+    batch, model = record.batch, built(one_process_config(c)).model
+    ids, targets = (x.view(batch.shape) for x in (batch.ids, batch.targets))
+    tokens = np.fromfile(f"{c.data_dir}/train.bin", "<u2").astype(np.int64)
+    windows = torch.from_numpy(tokens).unfold(0, c.seq_length + 1, 1)
+    for row, target in zip(ids, targets, strict=True):
+        right = windows[(windows[:, :-1] == row).all(1), 1:]
+        if not len(right):
+            raise UserError("the first batch is no part of the file")
+        if not ((right == target) | (target < 0)).all(1).any():
+            i = int((right[0] != target).nonzero()[0])
+            return f"the target of token {i} is {target[i]} instead of the file's next token, {right[0, i]}"
+    losses = model(model.micro_batch(ids, targets))
+    logits = model(model.micro_batch(ids)).log_softmax(1)
+    plain, later = (-logits.gather(1, x.clamp(0).view(-1, 1))[:, 0] for x in (targets, targets.roll(-1)))
+    if close(losses, plain * (batch.targets >= 0), 1e-9):
+        loss, right = record.loss, losses.mean().item()
+        return "" if math.isclose(loss, right, rel_tol=1e-9) else f"it is {loss:.8g} instead of {right:.8g}"
+    if torch.isclose(losses, later).double().mean() > 0.5:
+        return "a token's loss is that of the token after the next one: targets are the next tokens already"
+    raise UserError("the loss is another one than -log softmax(logits)[target]")
+
+
 # --- the kernels, generation, export ----------------------------------------------------------------------------------
 
 
@@ -167,11 +246,9 @@ def updated(c, ops, rule):
 
 def frozen(c):
     """Check that weights without a gradient stay as they are."""
-    run = stirred(c)
-    before = parameters(run)
-    train.train_step(run, tiny_batches(run))
-    after, still = parameters(run), [name for name, (_, _, values) in gradients(run).items() if not values.any()]
-    moved = [name for name in still if not torch.equal(before[name], after[name])]
+    step = one_step(c)
+    still = [name for name, (_, _, values) in step.gradients.items() if not values.any()]
+    moved = [name for name in still if not torch.equal(step.before[name], step.after[name])]
     return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: requires_grad_(False)"
 
 
@@ -262,6 +339,11 @@ def main():
             checks.append((name, layout, workers, one, dp * one.tp * one.pp * one.cp))
         if not chosen:
             checks += [
+                ("another device", device, c),
+                ("a step in bf16", narrow, c),
+                ("a step with a loss scale", loss_scale, c),
+                ("a resumed run", resumed, workers, c),
+                ("the loop's first loss", first_loss, workers, c),
                 ("frozen weights", frozen, c),
                 ("update: the fused operation", update_rule, c),
                 *((f"kernels={choice} on a GPU", kernels, c, choice) for choice in ("auto", "triton")),

@@ -51,6 +51,7 @@ class Record(NamedTuple):
     kept: tuple | None  # a table: {what: bytes} of the model states and of the activations; None likewise
     calls: list  # [Call], in their order
     outputs: dict | None  # of the modules in step 1 (`Outputs`); None: not asked for
+    batch: object = None  # the first MicroBatch, of `record_loop` on the first stage
 
     loss = property(lambda self: self.losses[0])
     norm = property(lambda self: self.norms[0])
@@ -131,7 +132,10 @@ def record_loop(config):
     records, loop = [], train.train
 
     def recording(run, *rest):
-        records.append(recorded(run, lambda: loop(run, *rest), tables=False))
+        batches = []
+        run.model.units[0].register_forward_pre_hook(lambda unit, given: batches.append(given[1]))
+        record = recorded(run, lambda: loop(run, *rest), tables=False)
+        records.append(record._replace(batch=batches[0] if batches else None))
 
     with (
         mock.patch.object(train, "train", recording),
@@ -323,6 +327,8 @@ def place(records, one, tp):
     right = "the ids"
     for key, (rows, whole) in one.outputs.items():
         for rank, (mine, x) in ((rank, r.outputs[key]) for rank, r in enumerate(records) if key in r.outputs):
+            if not torch.isin(mine, rows).all():
+                return ""  # this rank reads other samples
             theirs = whole[torch.searchsorted(rows, mine)]
             theirs = theirs.chunk(tp, 1)[rank % tp] if x.shape[1] < theirs.shape[1] else theirs
             if x.shape == theirs.shape and not torch.allclose(x, theirs, rtol=1e-9, atol=1e-11):

@@ -85,8 +85,8 @@ def tiny_batches(run, vocab_size=None, reader=None):
         yield run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], numbers)
 
 
-def built(config, mesh=None):
-    run = train.build_run(config, mesh or Mesh.of(config), torch.device("cpu"))
+def built(config, mesh=None, device=CPU):
+    run = train.build_run(config, mesh or Mesh.of(config), device)
     run.zero.initialize(config.seed)
     return run
 
