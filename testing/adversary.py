@@ -7,9 +7,8 @@ earlier computes wrong numbers with NCCL. With Gloo on a CPU it mostly passes it
 at once, and freed memory keeps its values. Gloo also matches messages by tags. NCCL ignores tags: two ranks must post
 (start) the messages between them in one order.
 
-The mode replaces torch's six functions that comm.py calls. Each runs its communication in a thread, on private copies,
-and returns a `Late` instead of torch's handle. The program's tensors get the result at `wait`. `gather_objects` runs
-after the earlier calls of its group:
+The mode replaces torch's six functions that comm.py calls. Each runs its communication on private copies, and returns a
+`Late` instead of torch's handle. The program's tensors get the result at `wait`:
 
     bug                              how it is found
     result read before `wait`        Until `wait` the result is nan. To send a nan is an error. A nan of float32 or
@@ -20,8 +19,8 @@ after the earlier calls of its group:
     buffer freed before `wait`       `resize_` of a storage that belongs to an unfinished call is an error.
     memory read before it is         `resize_` fills memory with nan before it is freed, and after it is allocated.
       written
-    messages in another order        One thread for each group and peer runs the messages in the order of posting.
-                                     Before each, both ranks compare its direction, tag and size.
+    messages in another order        A message gets another tag: its number among all messages between the two ranks,
+                                     and its own tag. So it never meets another one, and PATIENCE ends.
     use of `done` as `wait`          `done` answers False at random. The result stays poison until `wait`.
 
 Each error names the operation, the data, the axis, the rank, and the line of the program that made the call.
@@ -31,7 +30,8 @@ import contextlib
 import random
 import sys
 import weakref
-from concurrent import futures
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -44,8 +44,8 @@ from parallel.mesh import Axis
 
 all_gather = comm._all_gather  # torch's own
 
-PATIENCE = 50  # seconds of one communication
-MOMENT = 1  # seconds that `done` waits at most
+PATIENCE = timedelta(seconds=50)  # of one communication
+TAGS = 1000  # more than the program's
 NUMBER = 0x3FFFFF  # the bits of a float32 nan that can contain a number
 NANS = {  # {dtype: (bits of a signalling nan, shift of the number in it, or None)}
     torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps the number
@@ -67,13 +67,12 @@ class Adversary:
         self.dice = random.Random(seed)
         self.names = [""]  # of all calls, by their numbers
         self.travelling = weakref.WeakSet()  # the `Late`s before their `wait`
-        self.dropped = []  # names of calls whose `Late` was destroyed before its `wait`
-        self.threads = {}  # {(process group, peer or None): its executor with one thread}
-        self.failed = futures.Future()  # the first error of a thread
+        self.dropped = []  # (name, handle, buffers) of calls whose `Late` was destroyed before its `wait`
+        self.messages = Counter()  # {(group, peer): messages so far}
 
     def refuse_dropped(self):
         if self.dropped:
-            raise Caught(f"without `wait`: {self.dropped[0]}. Its `Pending` was destroyed before `wait`")
+            raise Caught(f"without `wait`: {self.dropped[0][0]}. Its `Pending` was destroyed before `wait`")
 
     def refuse_poison(self, name, x):
         wrong = x[x.isnan()] if x.is_floating_point() else x[:0]
@@ -84,21 +83,6 @@ class Adversary:
             unfinished = "; ".join(late.name for late in self.travelling) or "none"
             cause = "a result was read before `wait`, or memory before it was written"
             raise Caught(f"nan is sent by {name}: {cause}. Calls without `wait` so far: {unfinished}")
-
-    def submit(self, key, work, *arguments):
-        """Run `work(*arguments)` in the thread `key`. Return its Future."""
-        thread = self.threads.setdefault(key, futures.ThreadPoolExecutor(1))
-        return thread.submit(self._watched, work, *arguments)
-
-    def _watched(self, work, *arguments):
-        if self.failed.done():
-            return self.failed.result()  # raises the first error again
-        try:
-            return work(*arguments)
-        except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
-            raise
 
 
 class Late:
@@ -121,60 +105,44 @@ class Late:
             poison(self.tensors[0], number)
         if call is all_gather:  # its input may be a slice of the result
             self.tensors[-1].copy_(self.private[-1])
-        self.shown = [x.clone() for x in self.tensors]
+        self.shown, options = [x.clone() for x in self.tensors], {"async_op": True}
+        if call in (isend, irecv):
+            here.messages[group, others[0]] += 1
+            options = {"tag": TAGS * here.messages[group, others[0]] + tag}
         here.travelling.add(self)
         self.waits = True
-        if call in (isend, irecv):
-            peer = others[0]
-            self.work = here.submit((group, peer), message, self.name, self.private[0], self.sends, peer, tag, group)
-        else:
-            self.work = here.submit((group, None), collective, call, [*self.private, *others], group)
+        self.work = call(*self.private, *others, group=group, **options)
 
     def wait(self):
         here = self.here
         for x, shown in zip(self.tensors, self.shown, strict=True):
-            changed = (bits(x) != bits(shown)).sum().item()
-            if changed:
+            if changed := (bits(x) != bits(shown)).sum().item():
                 raise Caught(f"changed before `wait`: {changed} of {x.numel()} elements of a buffer of {self.name}")
         here.refuse_dropped()
-        futures.wait([self.work, here.failed], PATIENCE, futures.FIRST_COMPLETED)
-        ended = here.failed if here.failed.done() else self.work
-        if not ended.done():
-            raise Caught(f"not joined by all ranks after {PATIENCE} seconds: {self.name}")
-        ended.result()  # raises the first error of any thread
+        self.finish()
         if not self.sends:
             self.tensors[0].copy_(self.private[0])
         self.waits = False
         here.travelling.discard(self)
 
+    def finish(self):
+        """Wait for torch's handle."""
+        try:
+            if not self.work.is_completed():
+                self.work.wait(PATIENCE)
+        except RuntimeError as error:
+            why = "or messages in another order"
+            raise Caught(f"not joined by all ranks, {why}: {self.name} ({error})") from None
+
     def is_completed(self):
-        return self.here.dice.random() >= 0.5 and bool(futures.wait([self.work], MOMENT).done)
+        finished = self.here.dice.random() >= 0.5
+        if finished:
+            self.finish()
+        return finished
 
     def __del__(self):
         if self.waits:
-            self.here.dropped.append(self.name)
-
-
-# --- communication on private copies ----------------------------------------------------------------------------------
-
-
-def collective(call, arguments, group):
-    call(*arguments, group=group)
-
-
-def message(name, x, sends, peer, tag, group):
-    """Send x to rank `peer`, or receive it. Both ranks first compare which message they run."""
-    ours = torch.tensor([sends, tag, x.numel()])
-    theirs = torch.empty_like(ours)
-    sending = isend(ours, peer, group=group)
-    dist.recv(theirs, peer, group=group)
-    sending.wait()
-    if theirs.tolist() != [not sends, tag, x.numel()]:
-        here, there = (
-            f"{'send' if s else 'receive'} of {n} elements, tag {t}" for s, t, n in (ours.tolist(), theirs.tolist())
-        )
-        raise Caught(f"in another order: {name}. This rank runs its {here}, and rank {peer} runs its {there}")
-    (dist.send if sends else dist.recv)(x, peer, group=group)
+            self.here.dropped.append((self.name, self.work, self.private))
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------
@@ -234,26 +202,16 @@ CALLS += [(comm, "_all_gather"), (comm, "_reduce_scatter")]
 @contextlib.contextmanager
 def adversary(seed=0):
     """Switch the mode on in this process."""
-    here, ended = Adversary(seed), False
+    here = Adversary(seed)
 
     def late(call):
         return lambda *arguments, group, tag=0, async_op=True: Late(here, call, arguments, group, tag)
 
-    def all_gather_object(*arguments, group, call=dist.all_gather_object):
-        """Run after the group's earlier calls: all ranks need one order."""
-        here.submit((group, None), collective, call, arguments, group).result()
-
     with contextlib.ExitStack() as stack:
         for module, name in CALLS:
             stack.enter_context(mock.patch.object(module, name, late(getattr(module, name))))
-        stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized(here)))
-        try:
-            yield here
-            ended = True
-        finally:
-            for thread in here.threads.values():  # which may hang after an error
-                thread.shutdown(wait=ended, cancel_futures=not ended)
+        yield here
 
 
 def run(function, *arguments):

@@ -291,7 +291,7 @@ def gradient_cause(found, case):
             len(mine) > 1 and not counts[:, :-1].any()
         ),
         f"{counted}Gradients are reduced after the first micro-batch: later ones stay on their own data rank.": (
-            len(mine) > 1 and (counts[:, 0] == 1).all() and not others[:, 1:].any()
+            len(others) and len(mine) > 1 and (counts[:, 0] == 1).all() and not others[:, 1:].any()
         ),
         f"{counted}Earlier micro-batches count more: a sum over dp is reduced again with every micro-batch.": (
             len(others) and counts.all() and counts[0, 0] > counts[0, -1]
