@@ -448,9 +448,10 @@ def diagnosis(case):
     also = f"The loss of step 1 is {loss:.12g} instead of {one.loss:.12g}." if loss is not None else ""
     if found := gradient_findings(case):
         head = f"{first} gradients of step 1, in {len({f.name for f in found})} of {len(case.specs)} parameters."
-        alone = also and case.forward and not case.dropout_only and math.isnan(common(found))
-        cause = "" if alone else f"This usually means: {gradient_cause(found, case)}"
-        return [head, also, table(found, case), cause]
+        lines = [head, also, table(found, case)]
+        if also and case.forward and not case.dropout_only:
+            return lines  # the place of the forward says more
+        return [*lines, f"This usually means: {gradient_cause(found, case)}"]
     if also:
         return [f"{first} the loss of step 1. Gradients are equal. {also}", loss_cause(loss / one.loss, case)]
     if norm is not None:
