@@ -35,18 +35,19 @@ class Different(AssertionError):
 
 def same_rows(where, measured, expected):
     """Compare two tables {row: bytes} or {row: (calls, bytes)}."""
-
-    def written(row):
-        calls, count = row if isinstance(row, tuple) else (None, row)
-        return f"{float(count):,.10g} bytes" + ("" if calls is None else f" in {float(calls):g} calls")
-
     lines = []
     for key in sorted(measured.keys() | expected.keys(), key=str):
-        ours, theirs = (written(table.get(key, 0)) for table in (measured, expected))
-        if measured.get(key) != expected.get(key):
-            lines.append(f"    {key if isinstance(key, str) else ' '.join(key)}: {ours}; should be {theirs}")
+        ours, theirs = measured.get(key, 0), expected.get(key, 0)
+        if ours != theirs:
+            row = key if isinstance(key, str) else " ".join(key)
+            lines.append(f"    {row}: {written(ours)}; should be {written(theirs)}")
     if lines:
         raise Different("\n".join([f"{where}: measured bytes are not those of the formula", *lines]))
+
+
+def written(row):
+    *calls, size = row if isinstance(row, tuple) else (row,)
+    return f"{float(size):,.10g} bytes" + "".join(f" in {float(n):g} calls" for n in calls)
 
 
 class Case(NamedTuple):
@@ -161,19 +162,40 @@ class Finding(NamedTuple):
     ratio: float  # nan: not constant
 
 
-def finding(name, rank, begin, ours, theirs, size):
-    """Return [Finding] if two tensors differ, otherwise []. size: the parameter's largest."""
-    ours, theirs = ours.flatten(), theirs.flatten()
-    distance = (ours - theirs).abs().max().item() if ours.numel() else 0.0
-    if distance <= TOLERANCE * size:
-        return []
-    return [Finding(name, rank, begin, ours, theirs, distance / size if size else math.inf, ratio(ours, theirs))]
+def findings(case, pieces, whole, least=0.0):
+    """Return the Findings of [{parameter: (begin, end, this rank's elements)} of each rank]. whole: the right ones.
+
+    least: of a parameter's size. If it is set, the key bias is left out, on which no other number depends: its gradient
+    is 0 except for rounding, and a rule may take its sign.
+    """
+    found = []
+    for rank, of_rank in enumerate(pieces):
+        for name, (begin, end, ours) in of_rank.items():
+            some = slice(None, None, 2 if least and name.endswith("qkv.bias") else 1)  # q, k, v
+            theirs = case.local(name, whole[name], rank)[some].flatten()[begin:end]
+            size, ours = max(least, whole[name].abs().max().item()), ours[some].flatten()
+            distance = (ours - theirs).abs().max().item() if len(ours) else 0.0
+            if not distance <= TOLERANCE * size:
+                relative = distance / size if distance < math.inf and size else math.inf
+                found.append(Finding(name, rank, begin, ours, theirs, relative, ratio(ours, theirs)))
+    return found
 
 
-def table(findings, case):
+def gradient_findings(case):
+    whole = {name: values for name, (_, _, values) in case.one.gradients.items()}
+    return findings(case, [step.gradients for step in case.steps], whole)
+
+
+def weight_findings(case, records, one):
+    """Return the Findings of the weights after a run."""
+    pieces = [{name: (0, None, x) for name, x in record.after.items()} for record in records]
+    return findings(case, pieces, one.after, least=1.0)
+
+
+def table(found, case):
     """Return a table of each parameter's worst Finding."""
     worst = {}
-    for f in sorted(findings, key=lambda f: -f.relative):
+    for f in sorted(found, key=lambda f: -f.relative):
         worst.setdefault(f.name, f)
     lines = ["    parameter            rank               relative  ratio to one process's (nan: several)"]
     for f in list(worst.values())[:ROWS]:
@@ -188,18 +210,16 @@ def initial_difference(records, before, case):
     """Describe the first initial parameter that is not bit-equal to `before`."""
     pieces = [(rank, name, ours) for rank, record in enumerate(records) for name, ours in record.before.items()]
     for rank, name, ours in pieces:
-        slices = [case.local(name, before[name], r) for r in case.neighbours(rank, "tp")]
         wrong = ours != case.local(name, before[name], rank)
         if wrong.any():
             of_shard = "a shard over dp" in case.cuts and not wrong.all()
-            alike = [t for t, x in enumerate(slices) if case.cut(name) and torch.equal(ours, x)]
+            others = range(len(records)) if case.cut(name) else ()
+            alike = [r for r in others if torch.equal(ours, case.local(name, before[name], r))]
             causes = {
-                f"it is the slice of tp rank {alike}. Each tp rank must keep its own slice of the whole tensor": alike,
+                f"it is the slice of ranks {alike}. Each tp rank must keep its own slice of the whole tensor": alike,
                 "The elements of a shard over dp are taken from a wrong place": of_shard and ours[wrong].any(),
                 "some elements are 0. The shards of other data ranks are not gathered (`publish`)": of_shard,
-                "is each slice over tp drawn separately? Draw the whole tensor from (seed, name), then cut it": (
-                    case.cut(name)
-                ),
+                "is each slice over tp drawn separately? Draw the whole tensor from (seed, name), then cut it": others,
                 "the numbers must be a function of (seed, name) and of nothing else": True,
             }
             return f"The initial {name} of rank {case.name(rank)} differs: {first_true(causes)}."
@@ -208,16 +228,6 @@ def initial_difference(records, before, case):
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
-
-
-def gradient_findings(case):
-    found = []
-    for rank, step in enumerate(case.steps):
-        for name, (begin, end, ours) in step.gradients.items():
-            whole = case.one.gradients[name][2]
-            theirs = case.local(name, whole, rank).flatten()[begin:end]
-            found += finding(name, rank, begin, ours, theirs, whole.abs().max().item())
-    return found
 
 
 def same(ours, theirs):
@@ -239,14 +249,11 @@ def gradient_cause(found, case):
     """Return why gradients differ in the first step. found: [Finding]."""
     c, specs, tp = case.config, case.specs, case.sizes["tp"]
     wrong, worst, rule = {f.name for f in found}, max(f.relative for f in found), RULES[c.optimizer]
-    everywhere, whole = wrong == set(specs), [f.name for f in found if not case.cut(f.name)]
-    matrices = all(specs[name].decay for name in wrong)  # weight decay applies to matrices only
-    names = "weight matrices" if matrices and len(wrong) > 1 else ", ".join(sorted(wrong))
+    everywhere, whole = wrong == set(specs), not any(map(case.cut, wrong))
+    names = "All gradients" if everywhere else ", ".join(sorted(wrong))
     first = next(name for name in reversed(specs) if name in wrong)  # in the order of backward
     r = common(found)
-    ratio = f"Only these parameters differ, by the ratio {r:.6g}: {names}. "
-    if everywhere:
-        ratio = f"All gradients have the ratio {r:.6g} to the right ones. "
+    ratio = f"{names} have the ratio {r:.6g} to the right ones. "
     twice = r > 1.5 and all(abs(r - len(case.holders(name))) < 1e-6 for name in wrong)
     of_tp, of_pp = ([f.name for f in found if case.sum_is_right(f, axis)] for axis in ("tp", "pp"))
     right = "The sum is right for " + ", ".join(sorted({*of_tp, *of_pp}))
@@ -265,7 +272,7 @@ def gradient_cause(found, case):
         ),
         f"{ratio}Their gradient is summed over the holders twice.": twice and not everywhere,
         f"{ratio}Replicated parameters are summed over tp, but each tp rank already has the whole gradient.": (
-            tp > 1 and abs(r - tp) < 1e-6 and len(whole) == len(found) and not c.sequence_parallel
+            tp > 1 and abs(r - tp) < 1e-6 and whole and not c.sequence_parallel
         ),
         f"{ratio}Their gradient never arrives: it is dropped, or cleared before the reduction.": abs(r) < 1e-9,
         f"{ratio}{scale_cause(r, case)}.": r == r,
@@ -296,19 +303,18 @@ def gradient_cause(found, case):
         f"{counted}Earlier micro-batches count more: a sum over dp is reduced again with every micro-batch.": (
             len(others) and counts.all() and counts[0, 0] > counts[0, -1]
         ),
-        f"{counted}Some micro-batches count more than once: a gradient is reduced twice, or a buffer is not cleared.": (
-            (counts > 1).any() and (counts >= 1).all()
-        ),
         f"{counted}Nothing of the data ranks {none} counts: a sum is made over a part of the data ranks.": none,
-        f"{counted}Some micro-batches count too little: a gradient is overwritten or dropped, or the bucket is reduced "
-        "before its gradient is complete (zb: before W, which adds that of a weight matrix).": (counts != 1).any(),
+        f"{counted}A gradient is reduced twice, overwritten or dropped, a buffer is not cleared, or the bucket is "
+        "reduced before its gradient is complete (zb: before W, which adds that of a weight matrix).": (
+            counts != 1
+        ).any(),
         "Only the matrices differ that need a whole update: is it made once per micro-batch, before the sums?": (
             rule.whole and all(specs[name].matrix for name in wrong)
         ),
-        "All differ, and there are pipeline stages. Is a message of another micro-batch received? Is a buffer freed "
-        "or used again before its message has left? Does a stage count its layers from 0?": everywhere and c.pp > 1,
         "The loss differs, too, and the outputs of the first micro-batch are right. Look at the targets, at the loss, "
-        "and at later micro-batches.": case.loss is not None,
+        "at later micro-batches, at messages, and at buffers that are used again before they are sent.": (
+            case.loss is not None
+        ),
         f"Backward runs from the head to the embedding. The first wrong gradient on this way is {first}'s. Look at "
         "this layer, and at the next one in forward: its backward gives this layer's dy.": first[:4] != "head",
         "The loss is right. Look at the head's backward, and where gradients are changed and summed.": True,
@@ -349,19 +355,20 @@ def loss_cause(r, case):
 
 def norm_cause(norm, case):
     """Return why the first gradient norm differs though the gradients are right."""
-    squares = {name: values.square().sum().item() for name, (_, _, values) in case.one.gradients.items()}
-    total, r, part = sum(squares.values()), norm / case.one.norm, "only a part of it counts"
-    replicated = sum(square for name, square in squares.items() if case.specs[name].tp_dim is None)
-    sums = {
-        "parameters that are replicated over tp count on every tp rank": total + (case.sizes["tp"] - 1) * replicated,
-        "each data rank counts all elements": case.sizes["dp"] * case.sizes["cp"] * total,
-        "a bucket with several holders counts once per holder": sum(
-            square * len(case.holders(name)) for name, square in squares.items()
+    r, ranks = norm / case.one.norm, case.sizes["dp"] * case.sizes["cp"]
+    times = {
+        "parameters that are replicated over tp count on every tp rank": (
+            lambda name: 1 if case.cut(name) else case.sizes["tp"]
         ),
+        "each data rank counts all elements": lambda name: ranks,
+        "a bucket with several holders counts once per holder": lambda name: len(case.holders(name)),
     }
-    usual = {f"It is the norm if {why}": math.isclose(norm**2, x, rel_tol=1e-8) for why, x in sums.items()}
-    other = {f"Its ratio is {r:.6g}: {part if r < 1 else 'a part counts twice'}, or it is read before a `wait`": True}
-    return f"{first_true(usual | other)}. Each element of the model must count once, whoever has copies."
+    for why, count in times.items():
+        squares = [count(name) * values.square().sum().item() for name, (_, _, values) in case.one.gradients.items()]
+        if math.isclose(norm**2, sum(squares), rel_tol=1e-8):
+            return f"It is the norm if {why}. Each element of the model must count once."
+    part = "only a part of it counts" if r < 1 else "a part of it counts twice"
+    return f"Its ratio is {r:.6g}: {part}, or it is read before a `wait`? Each element of the model must count once."
 
 
 def update_cause(found, case):
@@ -387,22 +394,6 @@ def update_cause(found, case):
     return first_true(causes)
 
 
-def parameter_findings(results, reference, case):
-    """Return the Findings of the parameters {name: slice}.
-
-    Not of the key bias, on which no other number depends: its gradient is 0 except for rounding, and a rule may take
-    its sign.
-    """
-    found = []
-    for rank, result in enumerate(results):
-        for name, ours in result.items():
-            size, theirs = reference[name].abs().max().item(), case.local(name, reference[name], rank)
-            if name.endswith("qkv.bias"):
-                ours, theirs = ours[[0, 2]], theirs[[0, 2]]
-            found += finding(name, rank, 0, ours, theirs, max(1.0, size))
-    return found
-
-
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +409,7 @@ def differences(records, one, first_step=None):
     case = Case(c, one.specs, {"dp": dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "m": m})
     if initial := initial_difference(records, one.before, case):
         return f"{title(case)}\nFirst difference: initial parameters.\n{initial}"
-    found, run = parameter_findings([record.after for record in records], one.after, case), []
+    found, run = weight_findings(case, records, one), []
     for what, field in {"loss": "losses", "gradient norm": "norms"}.items():
         for step, right in enumerate(getattr(one, field)):
             ours = unequal([getattr(record, field)[step] for record in records], right)
@@ -457,7 +448,7 @@ def diagnosis(case):
     if norm is not None:
         text = f"{first} the gradient norm of step 1, {norm:.12g} instead of {one.norm:.12g}."
         return [f"{text} The gradients are equal.", norm_cause(norm, case)]
-    if found := parameter_findings([step.after for step in steps], one.after, case):
+    if found := weight_findings(case, steps, one):
         text = f"{first} parameters after step 1. Gradients, loss and norm of step 1 are equal."
         return [text, table(found, case), update_cause(found, case)]
     return []
