@@ -96,12 +96,12 @@ def built(config, mesh=None, device=CPU):
 EPSILON = 1e-5  # of a finite difference
 
 
-def stirred(config, **fields):
+def stirred(config, device=CPU, **fields):
     """Return a run of one process with one sample. No parameter is 0, so every gradient matters."""
-    run = built(replace(config, global_batch_size=1, micro_batch_size=1, **fields))
+    run = built(replace(config, global_batch_size=1, micro_batch_size=1, **fields), device=device)
     dice = torch.Generator().manual_seed(1)
     for p in run.model.parameters():
-        p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype))
+        p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype).to(device))
     return run
 
 
