@@ -3,13 +3,22 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
 import check
+import reference
+import train
 from conftest import needs_git
+from model import GPT, Block, Head
+from parallel import optimizer
+from parallel.tensor import ParamSpec
+from parallel.zero import Zero
 from testing.defects import ROOT, copy_tree
-from testing.tiny import tiny_config
+from testing.tiny import tiny_config, write_tokens
 
 pytestmark = needs_git
 
@@ -35,7 +44,7 @@ def checked(folder, *options, edits=()):
 def test_the_unchanged_model_passes(tmp_path):
     code, lines = checked(tmp_path)
     count = sum(line.startswith("ok ") for line in lines)
-    assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 8, lines
+    assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 13, lines
 
 
 @pytest.mark.slow
@@ -68,7 +77,6 @@ def test_the_traceback_of_a_rank_is_one_line():
 
 
 ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = (" in line)
-PROJ = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "self.proj = Row" in line)
 NORM = "torch.stack([loss, norm, lr, skip, stop, apart])"
 EDITS = {  # name: (options, edits, words of the output)
     "a mean over a rank's own heads": (
@@ -80,16 +88,6 @@ EDITS = {  # name: (options, edits, words of the output)
         ["--tp=2"],
         [("model.py", ATTENTION, ATTENTION + "        q = nn.functional.dropout(q, 0.1)\n")],
         "WRONG gradients of one process: finite differences a micro-batch has two losses",
-    ),
-    "a weight that the loss does not read": (
-        [],
-        [("model.py", PROJ, "        self.unused = ParamSpec(f'{name}.unused', (h, h), std=std, decay=True)\n" + PROJ)],
-        "WRONG frozen weights block0.unused, block1.unused: no gradient, but the update moves it",
-    ),
-    "a rule that the fused kernel ignores": (
-        [],
-        [("parallel/optimizer.py", "weight.mul_(1 - lr * decay).add_(direction", "weight.add_(direction")],
-        "WRONG update: the fused operation `adamw_` of reference.py is not `adamw`",
     ),
     "a logged norm that is a rank's part": (
         ["--zero=1"],
@@ -125,6 +123,113 @@ def test_an_edit_is_found_and_named(tmp_path, name):
     options, edits, words = EDITS[name]
     code, lines = checked(tmp_path, *options, edits=edits)
     assert code == 1 and words in " ".join(" ".join(lines).split()), "\n".join(lines)
+
+
+class Here:
+    """One process: this one. It stands in for `testing/workers.py`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def run(self, ranks, function, *arguments):
+        return [function(*arguments)]
+
+
+def clamped(zero, finish=Zero.finish):
+    finish(zero)
+    for bucket in zero.in_order:
+        bucket.grad.shard.clamp_(-1e-3, 1e-3)
+
+
+def clipped_by_the_mean(run, batches, step=train.train_step):
+    """A limit from the earlier norms, which a checkpoint does not have."""
+    norms = vars(run).setdefault("norms", [1e-3])
+    with mock.patch.object(run.config, "clip_grad", sum(norms) / len(norms)):
+        pending = step(run, batches)
+    norms.append(pending.read().grad_norm)
+    return pending
+
+
+def shifted(gpt, ids, targets=None, *rest, micro_batch=GPT.micro_batch, **fields):
+    return micro_batch(gpt, ids, None if targets is None else targets.roll(-1, 1), *rest, **fields)
+
+
+def shifted_in_the_head(head, x, batch, forward=Head.forward):
+    return forward(head, x, batch if batch.targets is None else replace(batch, targets=batch.targets.roll(-1)))
+
+
+def with_an_unused_weight(block, c, index, *rest, init=Block.__init__):
+    init(block, c, index, *rest)
+    block.unused = ParamSpec(f"block{index}.unused", (8, 8), std=0.02, decay=True)
+
+
+def without_decay(weight, *rest, decay, **fields):
+    optimizer.adamw(weight, *rest, decay=0.0, **fields)
+
+
+def z_loss(logits, *rest, losses=reference.cross_entropy_):
+    return 1e-4 * logits.logsumexp(1).square() + losses(logits, *rest)
+
+
+PATCHES = {  # name: (check, what is patched, words of its line); a check of one process
+    "a table on the CPU": (
+        check.device,
+        mock.patch.object(reference, "gelu", lambda x: x * torch.ones(len(x), 1)),
+        "RuntimeError: Tensor on device cpu is not on the expected device meta",
+    ),
+    "a float64 factor": (
+        check.narrow,
+        mock.patch.object(reference, "gelu", lambda x: x * torch.ones(1, dtype=torch.float64)),
+        "RuntimeError: expected m1 and m2 to have the same dtype",
+    ),
+    "a clip by value": (check.loss_scale, mock.patch.object(Zero, "finish", clamped), "times the gradient"),
+    "a list in the run": (
+        check.resumed,
+        mock.patch.object(train, "train_step", clipped_by_the_mean),
+        "a number of the run is in no checkpoint",
+    ),
+    "targets shifted twice": (
+        check.first_loss,
+        mock.patch.object(GPT, "micro_batch", shifted),
+        "the file's next tokens",
+    ),
+    "targets shifted in the head": (
+        check.first_loss,
+        mock.patch.object(Head, "forward", shifted_in_the_head),
+        "the token after the next one",
+    ),
+    "a weight that the loss does not read": (
+        check.frozen,
+        mock.patch.object(Block, "__init__", with_an_unused_weight),
+        "block0.unused, block1.unused: no gradient, but the update moves it",
+    ),
+    "a rule that the fused kernel ignores": (
+        check.update_rule,
+        mock.patch.dict(optimizer.RULES, adamw=optimizer.RULES["adamw"]._replace(step=without_decay)),
+        "`adamw_` of reference.py is not `adamw`",
+    ),
+    "a z-loss that the kernel does not have": (
+        lambda c: check.kernels(c, "auto"),
+        mock.patch.object(reference, "cross_entropy_", z_loss),
+        "other loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_change_on_one_process_is_found_and_named(tmp_path, capsys, monkeypatch, name):
+    function, patch, words = PATCHES[name]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(check, "RUNS", {})
+    c = check.small(tiny_config(1, vocab_size=100, clip_grad=0.0))
+    c.data_dir = write_tokens(tmp_path / "data", val=20 * c.seq_length)
+    given = [c] if function not in (check.resumed, check.first_loss) else [Here(tmp_path), c]
+    check.show("before", function, *given)
+    check.RUNS.clear()
+    with patch:
+        check.show("after", function, *given)
+    before, _, after = capsys.readouterr().out.partition("WRONG   after")
+    assert before == "ok      before\n" and words in " ".join(after.split()), before + after
 
 
 RIGHT = [  # another activation; a norm of each head without a weight; a scaled residual
