@@ -1,11 +1,13 @@
-"""Check a changed model: its gradients, each kind of layout, the kernels, generation, the export. It needs no GPU.
+"""Check a changed model, loss, loop or scheme, without a GPU.
 
     python check.py configs/mine.py                  all checks: about a minute on two cores
     python check.py configs/mine.py --tp=2 --zero=3  only this layout, with dp=2 if zero is given
 
-The model is that of the configuration, in float64, with fewer layers, tokens and words (`small`). Each layout trains
-three iterations with `train.run_training`, as a user would, and is compared with one process: metrics.jsonl, weights,
-copies. Communications come late (testing/adversary.py). Exit code 1: a check is WRONG, or a layout refused.
+It checks gradients, each kind of layout, another device, bf16, a loss scale, a resume, the loop's first loss, the fused
+update, kernels, generation, and the export. The model is that of the configuration, in float64, with fewer layers,
+tokens and words (`small`). Each layout trains three iterations with `train.run_training`, as a user would, and is
+compared with one process: metrics.jsonl, weights, copies. Communications come late (testing/adversary.py). Exit code 1:
+a check is WRONG, or a layout refused.
 """
 
 import os
@@ -155,7 +157,9 @@ def narrow(c):
 def loss_scale(c):
     """Compare a step whose gradients are 1024 times as large until the update, as in fp16."""
     wrong = different(one_step(c, 1024.0), one_step(c))
-    return wrong and f"other {', '.join(wrong[:4])}: `bucket.grad.shard` is `run.loss_scale.scale` times the gradient"
+    return (
+        wrong and f"other {', '.join(wrong[:4])}: `bucket.scaled_gradient` is `run.loss_scale.scale` times the gradient"
+    )
 
 
 def different(ours, right, first=0):

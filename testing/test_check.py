@@ -3,20 +3,13 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
-from unittest import mock
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
-import torch
 
 import check
-import reference
-import train
 from conftest import needs_git
-from model import GPT, Block, Head
-from parallel import optimizer
-from parallel.tensor import ParamSpec
-from parallel.zero import Zero
 from testing.defects import ROOT, copy_tree
 from testing.tiny import tiny_config, write_tokens
 
@@ -125,111 +118,22 @@ def test_an_edit_is_found_and_named(tmp_path, name):
     assert code == 1 and words in " ".join(" ".join(lines).split()), "\n".join(lines)
 
 
-class Here:
-    """One process: this one. It stands in for `testing/workers.py`."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def run(self, ranks, function, *arguments):
-        return [function(*arguments)]
+OF_A_RUN = {"resumed": check.resumed, "first_loss": check.first_loss}
+OF_A_MODEL = {name: getattr(check, name) for name in "device narrow loss_scale frozen update_rule".split()}
+OF_A_MODEL["kernels"] = partial(check.kernels, choice="auto")
 
 
-def clamped(zero, finish=Zero.finish):
-    finish(zero)
-    for bucket in zero.in_order:
-        bucket.grad.shard.clamp_(-1e-3, 1e-3)
-
-
-def clipped_by_the_mean(run, batches, step=train.train_step):
-    """A limit from the earlier norms, which a checkpoint does not have."""
-    norms = vars(run).setdefault("norms", [1e-3])
-    with mock.patch.object(run.config, "clip_grad", sum(norms) / len(norms)):
-        pending = step(run, batches)
-    norms.append(pending.read().grad_norm)
-    return pending
-
-
-def shifted(gpt, ids, targets=None, *rest, micro_batch=GPT.micro_batch, **fields):
-    return micro_batch(gpt, ids, None if targets is None else targets.roll(-1, 1), *rest, **fields)
-
-
-def shifted_in_the_head(head, x, batch, forward=Head.forward):
-    return forward(head, x, batch if batch.targets is None else replace(batch, targets=batch.targets.roll(-1)))
-
-
-def with_an_unused_weight(block, c, index, *rest, init=Block.__init__):
-    init(block, c, index, *rest)
-    block.unused = ParamSpec(f"block{index}.unused", (8, 8), std=0.02, decay=True)
-
-
-def without_decay(weight, *rest, decay, **fields):
-    optimizer.adamw(weight, *rest, decay=0.0, **fields)
-
-
-def z_loss(logits, *rest, losses=reference.cross_entropy_):
-    return 1e-4 * logits.logsumexp(1).square() + losses(logits, *rest)
-
-
-PATCHES = {  # name: (check, what is patched, words of its line); a check of one process
-    "a table on the CPU": (
-        check.device,
-        mock.patch.object(reference, "gelu", lambda x: x * torch.ones(len(x), 1)),
-        "RuntimeError: Tensor on device cpu is not on the expected device meta",
-    ),
-    "a float64 factor": (
-        check.narrow,
-        mock.patch.object(reference, "gelu", lambda x: x * torch.ones(1, dtype=torch.float64)),
-        "RuntimeError: expected m1 and m2 to have the same dtype",
-    ),
-    "a clip by value": (check.loss_scale, mock.patch.object(Zero, "finish", clamped), "times the gradient"),
-    "a list in the run": (
-        check.resumed,
-        mock.patch.object(train, "train_step", clipped_by_the_mean),
-        "a number of the run is in no checkpoint",
-    ),
-    "targets shifted twice": (
-        check.first_loss,
-        mock.patch.object(GPT, "micro_batch", shifted),
-        "the file's next tokens",
-    ),
-    "targets shifted in the head": (
-        check.first_loss,
-        mock.patch.object(Head, "forward", shifted_in_the_head),
-        "the token after the next one",
-    ),
-    "a weight that the loss does not read": (
-        check.frozen,
-        mock.patch.object(Block, "__init__", with_an_unused_weight),
-        "block0.unused, block1.unused: no gradient, but the update moves it",
-    ),
-    "a rule that the fused kernel ignores": (
-        check.update_rule,
-        mock.patch.dict(optimizer.RULES, adamw=optimizer.RULES["adamw"]._replace(step=without_decay)),
-        "`adamw_` of reference.py is not `adamw`",
-    ),
-    "a z-loss that the kernel does not have": (
-        lambda c: check.kernels(c, "auto"),
-        mock.patch.object(reference, "cross_entropy_", z_loss),
-        "other loss",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PATCHES)
-def test_a_change_on_one_process_is_found_and_named(tmp_path, capsys, monkeypatch, name):
-    function, patch, words = PATCHES[name]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(check, "RUNS", {})
-    c = check.small(tiny_config(1, vocab_size=100, clip_grad=0.0))
-    c.data_dir = write_tokens(tmp_path / "data", val=20 * c.seq_length)
-    given = [c] if function not in (check.resumed, check.first_loss) else [Here(tmp_path), c]
-    check.show("before", function, *given)
-    check.RUNS.clear()
-    with patch:
-        check.show("after", function, *given)
-    before, _, after = capsys.readouterr().out.partition("WRONG   after")
-    assert before == "ok      before\n" and words in " ".join(after.split()), before + after
+@pytest.mark.parametrize("name", OF_A_RUN | OF_A_MODEL)
+def test_one_process_passes(tmp_path, name):
+    """testing/defects.txt plants mistakes that these checks find."""
+    c = check.small(tiny_config(1))
+    if name in OF_A_RUN:
+        c.data_dir = write_tokens(tmp_path / "data")
+        here = SimpleNamespace(folder=tmp_path, run=lambda ranks, function, *arguments: [function(*arguments)])
+        cause = OF_A_RUN[name](here, c)
+    else:
+        cause = OF_A_MODEL[name](c)
+    assert not cause, cause
 
 
 RIGHT = [  # another activation; a norm of each head without a weight; a scaled residual
