@@ -90,8 +90,7 @@ def types(c):
 
 
 def finite_differences(c):
-    sizes = dict(num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length))
-    return wrong_gradients(stirred(c, **sizes))
+    return wrong_gradients(stirred(c, num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length)))
 
 
 def trained(workers, ranks, c):
@@ -157,9 +156,7 @@ def narrow(c):
 def loss_scale(c):
     """Compare a step whose gradients are 1024 times as large until the update, as in fp16."""
     wrong = different(one_step(c, 1024.0), one_step(c))
-    return (
-        wrong and f"other {', '.join(wrong[:4])}: `bucket.scaled_gradient` is `run.loss_scale.scale` times the gradient"
-    )
+    return wrong and f"other {', '.join(wrong[:4])}: `bucket.scaled_gradient` has the factor `run.loss_scale.scale`"
 
 
 def different(ours, right, first=0):
@@ -187,7 +184,8 @@ def first_loss(workers, c):
     for row, target in zip(ids, targets, strict=True):
         right = windows[(windows[:, :-1] == row).all(1), 1:]  # none: the data were changed on purpose
         if len(right) and not ((target == right) | (target < 0)).all(1).any():
-            return f"the targets are {target[:4].tolist()}.., but the file's next tokens {right[0, :4].tolist()}.."
+            i = int((target != right[0]).nonzero()[0])
+            return f"target {i} of a sample is {target[i]}, but the file's next token {right[0, i]}"
     with torch.no_grad():
         losses, logits = model(model.micro_batch(ids, targets)), model(model.micro_batch(ids))
     wanted = batch.targets.where(batch.targets >= 0, -100)
@@ -235,13 +233,13 @@ def update_rule(c):
 def updated(c, ops, rule):
     """Return the weights after two updates by `rule`. Gradients are random numbers."""
     run, dice = stirred(c, dtype="fp32", num_layers=1), torch.Generator().manual_seed(3)
-    run.zero.ops, lr, scale, never = ops, torch.tensor(0.01), torch.tensor(0.5), torch.tensor(False)
+    run.zero.ops = ops
     for step in (1, 2):
         for bucket in run.zero.in_order:
             bucket.grad.shard.normal_(generator=dice)
-        scalars = reference.update_scalars(lr, scale, torch.tensor(step), never, c.adam_beta1, c.adam_beta2)
+        numbers = map(torch.tensor, (0.01, 0.5, step, False))  # rate, scale, update, skip
         with mock.patch.dict(optimizer.RULES, {c.optimizer: rule}):
-            run.zero.update(scalars)
+            run.zero.update(reference.update_scalars(*numbers, c.adam_beta1, c.adam_beta2))
     return [bucket.master for bucket in run.zero.in_order]
 
 

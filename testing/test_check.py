@@ -13,8 +13,6 @@ from conftest import needs_git
 from testing.defects import ROOT, copy_tree
 from testing.tiny import tiny_config, write_tokens
 
-pytestmark = needs_git
-
 TINY = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 8\nseq_length = 8\nvocab_size = 100\n"
 
 
@@ -33,6 +31,7 @@ def checked(folder, *options, edits=()):
     return done.returncode, done.stdout.splitlines()[1:]
 
 
+@needs_git
 @pytest.mark.slow
 def test_the_unchanged_model_passes(tmp_path):
     code, lines = checked(tmp_path)
@@ -40,6 +39,7 @@ def test_the_unchanged_model_passes(tmp_path):
     assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 13, lines
 
 
+@needs_git
 @pytest.mark.slow
 def test_options_choose_one_layout(tmp_path):
     code, lines = checked(tmp_path, "--tp=2", "--zero=1")
@@ -110,6 +110,7 @@ EDITS = {  # name: (options, edits, words of the output)
 }  # fmt: skip
 
 
+@needs_git
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_is_found_and_named(tmp_path, name):
@@ -148,6 +149,7 @@ RIGHT = [  # another activation; a norm of each head without a weight; a scaled 
 ]
 
 
+@needs_git
 @pytest.mark.slow
 def test_right_edits_pass_on_every_layout(tmp_path):
     """There is no export any more: Hugging Face's GPT-2 is another model."""
