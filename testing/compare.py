@@ -277,8 +277,8 @@ def gradient_cause(found, case):
         f"{ratio}Their gradient never arrives: it is dropped, or cleared before the reduction.": abs(r) < 1e-9,
         f"{ratio}{scale_cause(r, case)}.": r == r,
         f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": 2**-18 < worst < 2**-7,
-        f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? Only "
-        "replicated parameters may be summed over tp.": slices,
+        f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
+        "Only replicated parameters may be summed over tp.": slices,
         f"Partial gradients are not summed over the tp ranks. {right}. Is it used inside a pair of linears? Then "
         "ParamSpec(partial=True).": 2 * len(of_tp) > len(found),
         f"Partial gradients are not summed over the holders. {right}.": 2 * len(of_pp) > len(found),
@@ -286,8 +286,8 @@ def gradient_cause(found, case):
         "the embedding's backward. Its buffer is reduced before that, or changes while it is sent.": (
             wrong == {"word.weight"} and not c.schedule.startswith("zb")
         ),
-        f"The tp ranks have different gradients of {''.join(apart[:1])}: is x used inside a pair of linears? Then each rank "
-        "has only its part of the gradient, and nobody sums the parts. Or is a sum over tp missing?": apart,
+        f"The tp ranks have different gradients of {''.join(apart[:1])}: is x used inside a pair of linears? Then each "
+        "rank has only its part of the gradient, and nobody sums the parts. Or is a sum over tp missing?": apart,
         "Data ranks 0 and 1 have the same gradient: they read the same samples.": (
             other and torch.equal(one[f.name], other[f.name])
         ),
