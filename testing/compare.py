@@ -241,8 +241,8 @@ def first_true(causes):
 
 def common(found):
     """Return the ratio of all Findings, nan if they have several."""
-    ratios = [f.ratio for f in found]
-    return ratios[0] if max(ratios) - min(ratios) <= 1e-6 * max(map(abs, ratios)) + 1e-12 else math.nan
+    first, *rest = [f.ratio for f in found]
+    return first if all(math.isclose(r, first, rel_tol=1e-6, abs_tol=1e-12) for r in rest) else math.nan
 
 
 def gradient_cause(found, case):

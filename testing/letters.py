@@ -31,7 +31,7 @@ from parallel.mesh import Axis
 APPLY = Function.apply.__func__
 ROOT = Path(__file__).parents[1]
 # no lines of the reader's; .venv may be in the project's folder
-OTHERS = r"/site-packages/|/testing/(letters|tiny|workers)\.py|/check\.py|/errors\.py"
+OTHERS = r"/site-packages/|/testing/(adversary|letters|record|tiny|workers)\.py|/check\.py|/errors\.py"
 CUT = dict(seq_length=8, micro_batch_size=2, vocab_size=100, max_position_embeddings=0, dropout=0.1)
 PART = "each rank has only its part of the gradient of I, and nobody sums the parts"
 TWICE = "the gradient of R is equal on all ranks here, and they sum it"
