@@ -48,7 +48,7 @@ from parallel import optimizer
 from parallel.mesh import Mesh
 from recovery.checkpoint import step_path
 from testing import compare, letters
-from testing.record import first_step, one_process_config, record_loop, recorded
+from testing.record import different, first_step, one_process_config, one_step, record_loop
 from testing.tiny import CHECKED, built, stirred, tiny_batches, write_tokens, wrong_gradients
 from testing.workers import Workers
 
@@ -140,13 +140,6 @@ def device(c):
         raise UserError(f"it ends where a value is needed, or at another mistake: {error}") from None
 
 
-def one_step(c, scale=1.0, **fields):
-    """Return the Record of a step of one process."""
-    run = stirred(c, **fields)
-    run.loss_scale.scale, batches = scale, tiny_batches(run)
-    return recorded(run, lambda: train.train_step(run, batches), tables=False)
-
-
 def narrow(c):
     """Compare a step's loss in bf16, a GPU's usual dtype, with that in float64."""
     loss, right = one_step(c, dtype="bf16").loss, one_step(c).loss
@@ -157,13 +150,6 @@ def loss_scale(c):
     """Compare a step whose gradients are 1024 times as large until the update, as in fp16."""
     wrong = different(one_step(c, 1024.0), one_step(c))
     return wrong and f"other {', '.join(wrong[:4])}: `bucket.scaled_gradient` has the factor `run.loss_scale.scale`"
-
-
-def different(ours, right, first=0):
-    """Return the names of what differs between two Records. first: the step of `right` at which `ours` begins."""
-    pairs = {"loss": (ours.losses, right.losses[first:]), "gradient norm": (ours.norms, right.norms[first:])}
-    pairs |= {name: (ours.after[name], after) for name, after in right.after.items()}
-    return [name for name, pair in pairs.items() if not close(*map(torch.as_tensor, pair), 1e-12)]
 
 
 def resumed(workers, c):

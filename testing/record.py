@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from parallel.watch import Tool
 from recovery import replicas
 from testing import adversary
 from testing.compare import Different, differences, same_rows
-from testing.tiny import CPU, built, tiny_batches
+from testing.tiny import CPU, built, stirred, tiny_batches
 
 STEPS = 2
 UNCHANGED = contextlib.nullcontext
@@ -193,6 +194,23 @@ def kept_table(run, activations, graphs):
     unknown = formula[memory.PEAK] is None or dist.isend is not adversary.isend
     left_out = {memory.PEAK, memory.RECOMPUTED} if unknown else ()
     return tuple({what: n for what, n in table.items() if what not in left_out} for table in (measured, formula))
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def one_step(c, scale=1.0, **fields):
+    """Return the Record of a step of one process."""
+    run = stirred(c, **fields)
+    run.loss_scale.scale, batches = scale, tiny_batches(run)
+    return recorded(run, lambda: train.train_step(run, batches), tables=False)
+
+
+def different(ours, right, first=0):
+    """Return the names of what differs between two Records. first: the step of `right` at which `ours` begins."""
+    pairs = {"loss": (ours.losses, right.losses[first:]), "gradient norm": (ours.norms, right.norms[first:])}
+    pairs |= {name: (ours.after[name], after) for name, after in right.after.items()}
+    return [name for name, pair in pairs.items() if not np.allclose(*pair, rtol=1e-10, atol=1e-12)]
 
 
 # --- on all ranks -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -119,21 +118,17 @@ def test_an_edit_is_found_and_named(tmp_path, name):
     assert code == 1 and words in " ".join(" ".join(lines).split()), "\n".join(lines)
 
 
-OF_A_RUN = {"resumed": check.resumed, "first_loss": check.first_loss}
-OF_A_MODEL = {name: getattr(check, name) for name in "device narrow loss_scale frozen update_rule".split()}
-OF_A_MODEL["kernels"] = partial(check.kernels, choice="auto")
+CHECKS = "resumed first_loss device narrow loss_scale frozen update_rule kernels".split()
 
 
-@pytest.mark.parametrize("name", OF_A_RUN | OF_A_MODEL)
+@pytest.mark.parametrize("name", CHECKS)
 def test_one_process_passes(tmp_path, name):
     """testing/defects.txt plants mistakes that these checks find."""
     c = check.small(tiny_config(1))
-    if name in OF_A_RUN:
-        c.data_dir = write_tokens(tmp_path / "data")
-        here = SimpleNamespace(folder=tmp_path, run=lambda ranks, function, *arguments: [function(*arguments)])
-        cause = OF_A_RUN[name](here, c)
-    else:
-        cause = OF_A_MODEL[name](c)
+    c.data_dir = write_tokens(tmp_path / "data")
+    here = SimpleNamespace(folder=tmp_path, run=lambda ranks, function, *arguments: [function(*arguments)])
+    arguments = {"resumed": (here, c), "first_loss": (here, c), "kernels": (c, "auto")}
+    cause = getattr(check, name)(*arguments.get(name, [c]))
     assert not cause, cause
 
 
