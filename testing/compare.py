@@ -250,7 +250,7 @@ def gradient_cause(found, case):
     c, specs, tp = case.config, case.specs, case.sizes["tp"]
     wrong, worst, rule = {f.name for f in found}, max(f.relative for f in found), RULES[c.optimizer]
     everywhere, whole = wrong == set(specs), not any(map(case.cut, wrong))
-    names = "All gradients" if everywhere else ", ".join(sorted(wrong))
+    names = "All gradients" if everywhere else ", ".join(sorted(wrong)[:ROWS])
     first = next(name for name in reversed(specs) if name in wrong)  # in the order of backward
     r = common(found)
     ratio = f"{names} have the ratio {r:.6g} to the right ones. "
