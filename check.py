@@ -14,7 +14,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from exercises.answers import need_pytest  # isort: skip
+from testing.judging import need_pytest  # isort: skip
 
 need_pytest()
 

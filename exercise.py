@@ -1,43 +1,44 @@
 """Exercises along the lecture: write a function of the project yourself, and see which ideas your answer has.
 
     python exercise.py                 list the exercises and how they stand
-    python exercise.py start 8         empty the functions of exercise 8; make mine/8.txt for your predictions
-    python exercise.py 8               judge your file
-    python exercise.py 8 FOLDER        judge the file and the predictions in another copy of the project
+    python exercise.py start 8         show the task; make mine/8_schedules.py with an empty function, and mine/8.txt
+    python exercise.py 8               judge mine/8_schedules.py, and your predictions in mine/8.txt
+    python exercise.py 8 FOLDER        judge those in FOLDER/mine
+    python exercise.py 8 run COMMAND   run a command in a copy of the project that has your answer
     python exercise.py hunt --seed=7   find a planted defect (exercises/hunt.py)
-    python exercise.py stop 8          put the project's functions back; mine/ keeps your file for the next start
     python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
     python exercise.py oral 8                       print questions to ask, and their answers (for teachers)
     options: --limit=120   seconds that a test may need
-             --json        print the grades as JSON
 
-Predict first: `start` asks for two or three numbers. The right numbers are shown once you have answered all. Your
-functions, with new names of your file, are judged in a copy of the last commit. What else you changed has no effect:
-it is listed. Each test is a lamp with the idea that it stands for. A bonus lamp may stay red.
+Predict first: `start` asks for two or three numbers. The right numbers are shown once you have answered all. Your file
+stands in for the project's in a copy of the last commit, and each test there is a lamp with the idea that it stands
+for. A bonus lamp may stay red. What else of the file you changed is listed.
 
 exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps, and answers for
 our own tests.
 """
 
-from errors import UserError, exit_on_user_error, reading  # isort: skip
-from options import Parser, boolean, within  # isort: skip
+from errors import UserError, exit_on_user_error, reading, regular, shown  # isort: skip
+from options import Parser, within  # isort: skip
+import ast
 import contextlib
+import difflib
 import importlib
+import os
 import re
+import subprocess
 import sys
 import tomllib
 from datetime import datetime
-from fractions import Fraction
 from pathlib import Path
 
-from exercises.answers import committed, copied_commit, git, merged, need_pytest, new_names, same, with_body
-from exercises.grade import grade
-from testing.judging import contains, run, run_tests
+from testing.judging import ROOT, committed, contains, copied, need_pytest, run, run_tests
 
-ROOT = Path(__file__).parent
+MINE = ROOT / "mine"
 LIMIT = 120  # seconds that a test may need
-NOTE = 70  # characters of a table's note
+NOTE = 70  # characters of a table's cell
 LINES = 16  # of a red lamp's message
+LONGEST = 10**5  # characters of an answer
 LEGEND = """todo: not judged yet; red: a lamp is red; green: all but bonus are green. A lamp is a test with one idea.
 todo: まだ採点していません。red: 赤いランプがあります。green: ボーナス以外は緑です。ランプは1つの考え方のテストです。"""
 FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
@@ -54,122 +55,82 @@ def numbers():
     return sorted(int(path.stem) for path in (ROOT / "exercises").glob("*.toml"))
 
 
-# --- start and stop ---------------------------------------------------------------------------------------------------
+# --- start ------------------------------------------------------------------------------------------------------------
 
 
-def blank(number, text):
+def node_of(tree, name):
+    """Return the tree of "f" or "Class.f"."""
+    for part in name.split("."):
+        tree = next(child for child in tree.body if getattr(child, "name", None) == part)
+    return tree
+
+
+def blank(number):
     """Return the text of the exercise's file with functions that raise UserError."""
+    text = committed(exercise(number)["file"])
     for name in exercise(number)["functions"]:
+        lines, node = text.splitlines(keepends=True), node_of(ast.parse(text), name)
+        begin = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
         indent = "    " * (1 + name.count("."))
         error = f'raise UserError("exercise {number}: {name} is yours to write")'
-        text = with_body(text, name, [f"{indent}from errors import UserError\n", "\n", f"{indent}{error}\n"])
+        body = f"{indent}from errors import UserError\n\n{indent}{error}\n"
+        text = "".join([*lines[:begin], body, *lines[node.end_lineno :]])
     return text
 
 
-def hide(file, number=None):
-    """Keep a file's lines out of `git diff`, which would show the solution, or (no number) show them again.
-
-    This uses the clone's own attributes, which also say the exercise's number. After `update-index --skip-worktree`,
-    pull, stash and restore fail.
-    """
-    path = ROOT / git("rev-parse", "--git-path", "info/attributes").decode().strip()
-    text, line = path.read_text("utf-8") if path.exists() else "", f"**/{file} -diff exercise={number}\n"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(re.sub(rf"\*\*/{file} -diff.*\n", "", text) + line * bool(number), "utf-8")
-
-
-def open_in(file, folder):
-    """Return the number of the exercise that `start` has opened in `file`, or NUMBER."""
-    paths = [path / ".git/info/attributes" for path in (folder.resolve(), *folder.resolve().parents)]
-    texts = [path.read_text("utf-8") for path in paths if path.exists()]
-    match = re.search(rf"{file} -diff exercise=(\d+)", "".join(texts[:1]))
-    return match[1] if match else "NUMBER"
+def answer_path(number, mine):
+    return mine / f"{number}_{Path(exercise(number)['file']).name}"
 
 
 def start(number):
-    """Empty an exercise's functions, or put the kept answer back. Write the questions to mine/`number`.txt.
-
-    Return the text to show. Raises UserError if an exercise is open in the same file.
-    """
-    e = exercise(number)
-    file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
-    text, sharing = file.read_text("utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
-    if not same(text, committed(e["file"]), [name for x in sharing for name in x["functions"]]):
-        first = f"python exercise.py stop {open_in(e['file'], ROOT)}"
-        raise UserError(f"{e['file']}: an exercise is open in it; first: {first}")
-    text, (path, written) = blank(number, text), answer_in(number, ROOT)
-    if written:
-        answer = path.read_text("utf-8")
-        text, _ = merged(text, answer, [*e["functions"], *new_names(answer, committed(e["file"]))])
-    file.write_text(text, "utf-8")
-    hide(e["file"], number)
+    """Write the file to answer in and the questions, unless they are there. Return the text to show."""
+    e, file, questions = exercise(number), answer_path(number, MINE), MINE / f"{number}.txt"
+    MINE.mkdir(exist_ok=True)
+    if not file.exists():
+        file.write_text(blank(number), "utf-8")
     if not questions.exists():
         lines = [FORMAT]
         for q in e["predict"]:
             lines += [*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]
         questions.write_text("\n".join(lines), "utf-8")
-    name = answer_path(number, ROOT).name
-    back = [f"mine/{name}: your answer is back in the file. 前の答えを戻しました。"] * written
-    lines = f"predict first まず予想: mine/{number}.txt", f"write 書く関数: {e['file']} {', '.join(e['functions'])}"
-    then = f"`python exercise.py {number}` judges 採点します; `python exercise.py stop {number}` puts back 元に戻します"
-    return "\n".join([title(number), *e["task"], *back, *lines, then])
-
-
-def answer_path(number, folder):
-    """Return the path where `stop` keeps the answer."""
-    return folder / f"mine/{number}_{Path(exercise(number)['file']).name}"
-
-
-def stop(number):
-    """Put the committed functions back, and keep the answer. Return the text to show. Raises UserError."""
-    e = exercise(number)
-    file, project = ROOT / e["file"], committed(e["file"])
-    text = file.read_text("utf-8")
-    if same(text, project, e["functions"]) or open_in(e["file"], ROOT) not in (str(number), "NUMBER"):
-        raise UserError(f"{e['file']}: exercise {number} is not open in it")
-    path, restored = answer_path(number, ROOT), merged(text, project, e["functions"])[0]
-    if not path.exists() or not same(text, blank(number, project), e["functions"]):
-        path.write_text(text, "utf-8")
-    file.write_text(restored, "utf-8")
-    hide(e["file"])
-    english = f"{e['file']} has the project's functions again. Your file is kept: mine/{path.name}"
-    return f"{english}\n{e['file']} を元の関数に戻しました。書いたファイルは mine/{path.name} に残っています。"
+    predict = f"predict first まず予想: mine/{questions.name}"
+    write = f"write 書く関数: mine/{file.name} {', '.join(e['functions'])}"
+    return "\n".join([title(number), *e["task"], predict, write, f"judge 採点: python exercise.py {number}"])
 
 
 # --- judge ------------------------------------------------------------------------------------------------------------
 
 
-def answer_in(number, folder):
-    """Return (path, whether it is written) of the answer: the exercise's file, or the copy that `stop` has kept.
-
-    The path is None if both have the project's functions. A file in which another exercise is open is no answer.
-    """
-    e = exercise(number)
-    project, is_open = committed(e["file"]), open_in(e["file"], folder) in (str(number), "NUMBER")
-    paths = [folder / e["file"]] * is_open + [answer_path(number, folder)]
-    paths = [path for path in paths if path.exists()]
-    with reading(e["file"]):
-        texts = {path: path.read_text("utf-8") for path in paths}
-    changed = [path for path in paths if not same(texts[path], project, e["functions"])]
-    written = [path for path in changed if not same(texts[path], blank(number, project), e["functions"])]
-    return (written or changed or [None])[0], bool(written)
+def text_of(path):
+    """Return the beginning of a student's file. Raises UserError."""
+    with reading(path, MemoryError), open(regular(path), encoding="utf-8") as file:
+        return file.read(LONGEST)
 
 
-def judge(number, text, limit=LIMIT):
-    """Judge the functions in `text`, a whole file, in a copy of the last commit.
+def tests(*numbers):
+    """Return the tests of these exercises' lamps."""
+    return list(dict.fromkeys(lamp["test"] for number in numbers for lamp in exercise(number)["lamp"]))
 
-    Return ([(lamp, None or the message of a failure)], other names that `text` changes, without effect).
-    """
-    e = exercise(number)
-    try:
-        text, changed = merged(blank(number, committed(e["file"])), text, e["functions"])
-    except SyntaxError as error:
-        return [(lamp, f"{e['file']}:{error.lineno or 1}: SyntaxError: {error.msg}") for lamp in e["lamp"]], []
-    with copied_commit({e["file"]: text}) as folder:
-        results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]], limit=limit)
-    red = [(test, explained(e, message)) for test, message in results if message is not None]
-    first = [next((message for test, message in red if contains(lamp["test"], test)), None) for lamp in e["lamp"]]
-    return [*zip(e["lamp"], first, strict=True)], changed
+
+def judge(number, text, limit=LIMIT, commands=()):
+    """Judge `text`, the exercise's whole file, in a copy of the last commit. Return (lamps, output of the commands)."""
+    lines = []
+    with copied({exercise(number)["file"]: text}) as folder:
+        for command in commands:
+            code, output, errors = run(folder, command.split(), limit)
+            said = output + "".join(errors.splitlines()[-1:])
+            said = said.splitlines() if code is not None else [f"no answer in {limit:g} s"]
+            lines += [f"$ python {command}", *map(shown, said)]
+        return lamps(number, run_tests(folder, tests(number), limit=limit)), "\n".join(lines)
+
+
+def lamps(number, results):
+    """Return [(lamp, None or the message of a failure)]. results: of `run_tests`."""
+    e, found = exercise(number), []
+    for lamp in e["lamp"]:
+        red = [message for test, message in results if message is not None and contains(lamp["test"], test)]
+        found.append((lamp, explained(e, red[0]) if red else None))
+    return found
 
 
 def explained(e, message):
@@ -178,43 +139,57 @@ def explained(e, message):
     return "\n".join(next(said, [message]))
 
 
+def without(text, function):
+    """Return a file's text without a function "f" or "Class.f". A student's text is not parsed: it may be anything."""
+    scope, _, name = function.rpartition(".")
+    indent, start = "    " * bool(scope), re.search(rf"(?m)^class {scope}\b", text) if scope else None
+    lines = re.compile(rf"(?m)^{indent}def {name}\(.*\n(?:(?:{indent}[ )].*)?\n)*")
+    found = lines.search(text, start.start() if start else 0)
+    return text[: found.start()] + text[found.end() :] if found else text
+
+
+def also_changed(number, text):
+    """Return what the answer changes beside its functions: names of functions, and lines at the top of the file."""
+    texts, found, place = [committed(exercise(number)["file"]), f"{text}\n"], [], "the first lines"
+    for function in exercise(number)["functions"]:
+        texts = [without(each, function) for each in texts]
+    project, answer = (each.splitlines() for each in texts)
+    for line in [*difflib.unified_diff(project, answer, n=LONGEST, lineterm="")][3:]:
+        if heading := re.match(r".(?:    )?(?:def |class |@)(\w+)", line):
+            place = heading[1]
+        elif line[1:2].strip(" )"):
+            place = line[1:]
+        if line[0] != " " and line[1:].strip():
+            found.append(place)
+    return list(dict.fromkeys(found))
+
+
 def right_numbers(number):
     """Return the right numbers of the predictions: a derivation's last term. The tests compare it with the formula."""
     return [float(eval(q["derivation"].rpartition("=")[2])) for q in exercise(number)["predict"]]
 
 
-def outputs_of_commands(number, text, limit):
-    """Return the output of the exercise's commands with the whole file `text`."""
-    e, lines = exercise(number), []
-    with copied_commit({e["file"]: text}) as folder:
-        for command in e["show"]:
-            code, printed = run(folder, command.split(), limit)
-            lines += [f"$ python {command}", printed if code is not None else f"no answer in {limit:g} s"]
-    return "\n".join(lines)
+def predictions(number, mine):
+    """Return {question: (answer, its number or None)} of the first complete answers in a folder mine/, or {}.
 
-
-def predictions(number, folder):
-    """Return {question: (answer, its number or None)} of the first complete answers in `folder`, or {}.
-
-    In this copy of the project, keep the first complete answers with their time.
+    In the student's own, keep the first complete answers with their time.
     """
-    questions, first = (folder / f"mine/{number}.{kind}" for kind in ("txt", "first"))
+    questions, first = (mine / f"{number}.{kind}" for kind in ("txt", "first"))
     path = first if first.exists() else questions
-    with reading(path):
-        text = path.read_text("utf-8") if path.exists() else ""
-    texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
+    texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text_of(path)[: LONGEST // 10] if path.exists() else ""))
     answers = {q["name"]: texts.get(q["name"]) or "?" for q in exercise(number)["predict"]}
     if "?" in answers.values():
         return {}
-    if folder == ROOT and path == questions:
+    if mine == MINE and path == questions:
         lines = [f"# answered: {datetime.now():%Y-%m-%d %H:%M:%S}", *(f"{name} = {x}" for name, x in answers.items())]
         first.write_text("\n".join(lines) + "\n", "utf-8")
     return {name: (answer, number_in(answer)) for name, answer in answers.items()}
 
 
 def number_in(answer):
+    top, _, bottom = re.sub(r",(?=\d{3}\b)| ", "", answer).partition("/")
     with contextlib.suppress(ValueError, ArithmeticError):
-        return float(Fraction(re.sub(r",(?=\d{3}\b)| ", "", answer)))
+        return float(top) / float(bottom or 1)
 
 
 def is_right(answer, right):
@@ -224,29 +199,40 @@ def is_right(answer, right):
 # --- grade ------------------------------------------------------------------------------------------------------------
 
 
-def grading(number, limit):
-    """Return (the columns, the function that judges a folder) for `grade`."""
-    e, right = exercise(number), right_numbers(number)
+def grade(columns, judged, folders):
+    """Print a table that grows. judged(mine): returns a row, {column: value}. A damaged folder has only a note."""
+    names = ["folder", *columns, "note"]
+    widths = [max(6, *map(len, folders)), *(max(7, len(name)) for name in columns), 0]
+    print_row(names, widths)
+    for folder in folders:
+        try:
+            with reading(folder, MemoryError):
+                row = judged(Path(folder, "mine")) if Path(folder).is_dir() else {"note": "no such folder"}
+        except UserError as error:
+            row = {"note": error}
+        print_row([folder, *(" ".join(str(row.get(name, "")).split())[:NOTE] for name in names[1:])], widths)
 
-    def judge_folder(folder):
-        """Return a row of the table. Only red lamps without bonus give a note."""
-        path, written = answer_in(number, folder)
-        answers = predictions(number, folder)
-        good = [is_right(x, y) for (_, x), y in zip(answers.values(), right, strict=False)]
-        row = {"predictions": (sum(good), len(right)), "note": "todo"}
-        if not written:
-            return row
-        judged, changed = judge(number, path.read_text("utf-8"), limit)
-        for kind in ("lamps", "bonus"):
-            messages = [message for lamp, message in judged if ("bonus" in lamp) == (kind == "bonus")]
-            row[kind] = messages.count(None), len(messages)
-        red = {lamp["idea"][0]: message for lamp, message in judged if message is not None}
-        row["points"] = sum(x for x, (_, message) in zip(e["points"], judged, strict=True) if message is None)
-        note = next((message for lamp, message in judged if message is not None and "bonus" not in lamp), "")
-        return row | {"also changed": changed, "note": " ".join(note.split())[:NOTE], "red": red}
 
-    bonus = ["bonus"] * any("bonus" in lamp for lamp in e["lamp"])
-    return ["points", "lamps", *bonus, "predictions", "also changed"], judge_folder
+def print_row(cells, widths):
+    cells = [f"{shown(cell):<{width}}" for cell, width in zip(cells, widths, strict=True)]
+    print("  ".join(cells).rstrip(), flush=True)
+
+
+def graded(number, mine, limit):
+    """Return a row for `grade`. Only red lamps without bonus give a note."""
+    e, path, right = exercise(number), answer_path(number, mine), right_numbers(number)
+    good = [is_right(x, y) for (_, x), y in zip(predictions(number, mine).values(), right, strict=False)]
+    row = {"predictions": f"{sum(good)} of {len(right)}", "note": "todo"}
+    text = text_of(path) if path.exists() else blank(number)
+    if text == blank(number):
+        return row
+    judged, _ = judge(number, text, limit)
+    for kind in ("lamps", "bonus"):
+        messages = [message for lamp, message in judged if ("bonus" in lamp) == (kind == "bonus")]
+        row[kind] = f"{messages.count(None)} of {len(messages)}" * bool(messages)
+    row["points"] = sum(x for x, (_, message) in zip(e["points"], judged, strict=True) if message is None)
+    row["note"] = next((message for lamp, message in judged if message is not None and "bonus" not in lamp), "")
+    return row | {"also changed": ", ".join(also_changed(number, text))}
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -269,37 +255,50 @@ def oral(number):
 
 def state(number):
     """Return todo, red or green: how the exercise was judged last."""
-    judged = ROOT / f"mine/{number}.state"
+    judged = MINE / f"{number}.state"
     return judged.read_text("utf-8") if judged.exists() else "todo"
 
 
-def judge_files(number, folder, limit):
-    """Judge the file and predictions in `folder`. Return whether all lamps but bonus are green, None if unwritten."""
-    e, (path, written) = exercise(number), answer_in(number, folder)
-    if path is None:
-        raise UserError(f"{folder}: has no answer to exercise {number}; first: python exercise.py start {number}")
-    answers, text = predictions(number, folder), path.read_text("utf-8")
+def answer_of(number, mine):
+    """Return the text of the answer in a folder mine/. Raises UserError if there is none."""
+    if not (path := answer_path(number, mine)).exists():
+        raise UserError(f"{path}: is missing; first: python exercise.py start {number}")
+    return text_of(path)
+
+
+def judge_mine(number, mine, limit):
+    """Judge the answer and the predictions in a folder mine/, and print all. Return whether the exercise is green."""
+    e, text, answers = exercise(number), answer_of(number, mine), predictions(number, mine)
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
-    judged, changed = judge(number, text, limit) if written else ([], [])
-    outputs = outputs_of_commands(number, text, limit) if written else ""
-    print(outputs, title(number), f"your file あなたのファイル: {path}", sep="\n")
-    if changed:
-        print(f"also changed, without effect: {', '.join(changed)}")
+    judged, outputs = judge(number, text, limit, e["show"])
+    print(outputs, title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
+    if changed := also_changed(number, text):
+        print(f"also changed ほかの変更: {shown(', '.join(changed))}")
     for q, (answer, x), right in zip(e["predict"], answers.values(), right_numbers(number), strict=False):
         good = is_right(x, right)
         why = "" if good else f": {q['derivation']}"
-        print(mark(good), f"{q['name']}: you あなた {answer}, the formula 正解 {right:,.10g}{why}", sep="  ")
+        said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
+        print(mark(good), said, sep="  ")
     if not answers:
         print(f"mine/{number}.txt: answer all questions to see the right numbers すべて答えると正解が出ます")
-    if not written:
-        return print(f"not written yet まだ書いていません: {', '.join(e['functions'])}")
     for lamp, message in judged:
         print(mark(message is None, "bonus" in lamp), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
-        if message is not None:
-            lines = [line for line in message.splitlines() if line.strip(" ^~") and "-v to get" not in line]
-            lines = lines[-6:] if "Traceback" in message else lines[:LINES]
-            print(*(f"       | {line}" for line in lines), sep="\n")
+        lines = [line for line in (message or "").splitlines() if line.strip(" ^~") and "-v to get" not in line]
+        lines = lines[-6:] if "Traceback" in (message or "") else lines[:LINES]
+        print("".join(f"       | {shown(line)}\n" for line in lines), end="")
     return all(message is None or "bonus" in lamp for lamp, message in judged)
+
+
+def run_command(number, words):
+    """Run a command in a copy with the answer, on this tree's data. Return its exit code."""
+    if not words:
+        raise UserError("run: should be followed by a command, as in: run python -m accounts.draw 1f1b")
+    with copied({exercise(number)["file"]: answer_of(number, MINE)}) as folder:
+        if (ROOT / "data").exists():
+            (folder / "data").symlink_to(ROOT / "data")
+        program = {"python": sys.executable}.get(words[0], words[0])
+        environment = os.environ | {"PYTHONPATH": str(folder)}
+        return subprocess.run([program, *words[1:]], cwd=folder, env=environment).returncode
 
 
 def main(arguments=None):
@@ -307,39 +306,41 @@ def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["hunt"]:
         return importlib.import_module("exercises.hunt").main(arguments[1:])
+    if arguments[1:2] == ["run"]:
+        sys.exit(run_command(arguments[0], arguments[2:]))
     usage = (
-        "python exercise.py [hunt ... | [start | stop | oral] N | N [FOLDER] | grade N FOLDER ...] [--limit=N --json]"
+        "python exercise.py [hunt ... | [start | oral] N | N [FOLDER | run COMMAND] | grade N FOLDER ...] [--limit=N]"
     )
     parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
-    parser.add_argument("--json", type=boolean, default=False)
-    arguments = sorted(arguments, key=lambda word: word.startswith("--"))  # options come last
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(sorted(arguments, key=lambda word: word.startswith("--")))  # options come last
     words = options.words
-    command = words.pop(0) if words and words[0] in ("start", "stop", "oral", "grade") else "judge"
+    command = words.pop(0) if words and words[0] in ("start", "oral", "grade") else "judge"
     if not words:
         for number in numbers():
             english, japanese = exercise(number)["idea"]
             print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
         return print(LEGEND)
-    most = {"judge": 2, "grade": len(words)}.get(command, 1)
-    if len(words) > most or (command == "grade" and most < 2):
-        parser.error(f"{words[-1]}: start, stop and oral take one number, judging also a folder, grade folders")
-    number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
-    (ROOT / "mine").mkdir(exist_ok=True)
-    if command in ("judge", "grade"):
-        need_pytest()
+    number, *folders = words
+    if len(folders) > {"judge": 1, "grade": len(folders)}.get(command, 0) or (command == "grade" and not folders):
+        parser.error(f"{words[-1]}: start and oral take one number, judging also a folder, grade folders")
+    if command in ("start", "oral"):
+        return print({"start": start, "oral": oral}[command](number))
+    need_pytest()
+    if command == "grade" and number == "hunt":
+        hunt = importlib.import_module("exercises.hunt")
+        return grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, options.limit), folders)
+    e = exercise(number)
     if command == "grade":
-        hunting = number == "hunt" and importlib.import_module("exercises.hunt").grading(options.limit)
-        return grade(*(hunting or grading(number, options.limit)), words[1:], options.json)
-    if command == "judge":
-        green = judge_files(number, folder, options.limit)
-        if folder == ROOT and green is not None:
-            (ROOT / f"mine/{number}.state").write_text("green" if green else "red", "utf-8")
-        sys.exit(not green)
-    with reading(exercise(number)["file"], SyntaxError):
-        print({"start": start, "stop": stop, "oral": oral}[command](number))
+        bonus = ["bonus"] * any("bonus" in lamp for lamp in e["lamp"])
+        columns = ["points", "lamps", *bonus, "predictions", "also changed"]
+        return grade(columns, lambda mine: graded(number, mine, options.limit), folders)
+    mine = Path(folders[0], "mine") if folders else MINE
+    green = judge_mine(number, mine, options.limit)
+    if mine == MINE:
+        (MINE / f"{number}.state").write_text("green" if green else "red", "utf-8")
+    sys.exit(not green)
 
 
 if __name__ == "__main__":

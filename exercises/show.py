@@ -3,6 +3,8 @@
 python -m exercises.show flops      exercise 1: GPT-3's FLOPs
 python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
 python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
+python -m exercises.show leaderboard    exercise 8: all synchronous schedules
+python -m exercises.show delay      exercise 10: 1F1B whose W follow their I at once; your zb-h1; the paper's
 python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
 python -m exercises.show schemes    the slide's table: cut (分散) or whole (冗長) on 2 ranks; FLOPs; what is sent
 python -m exercises.show batch      FLOP/s of a training step against the local batch
@@ -23,19 +25,24 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import config as configuration
 import train
-from accounts import scaling
+from accounts import bubbles, draw, scaling
 from accounts.flops import hardware_flops, model_flops
 from accounts.memory import rank_states
 from accounts.report import aligned
 from accounts.traffic import predict_step
 from errors import UserError, exit_on_user_error
-from exercises.answers import need_pytest
 from exercises.formulas import tiny
 from model import GPT
+from parallel import schedules, simulation
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
+from parallel.schedules import Action
+from testing.judging import need_pytest
 
 TOKENS = 300e9  # of all sizes of GPT-3
+P, M, COST, COMM = 4, 8, {"F": 1, "B": 2, "I": 1, "W": 1}, 0.5
+PLAIN = "F and B only, one chunk"
+BEST = [(4, 0.4), (5, 0.3514), (6, 0.3333)]  # (peak, a plain schedule's smallest bubble)
 
 
 def tests():
@@ -97,6 +104,36 @@ def ratios():
     names = [piece.spec.name for _, bucket in sorted(run.zero.buckets.items()) for piece in bucket.pieces]
     lines = [(name, *(f"{x:.4f}" for x in row)) for name, row in zip(names, rows[1:], strict=True)]
     print(aligned([rows[0], *lines], 1))
+
+
+def leaderboard():
+    """Print all synchronous schedules, in two classes, the smallest peak first."""
+    rows = [(PLAIN, peak, bubble, bubble, "the best possible") for peak, bubble in BEST]
+    for name in schedules.SCHEDULES:
+        schedule = simulation.build(name, P, M, schedules.usual_chunks(name))
+        kinds, v = {action.kind for actions in schedule.actions for action in actions}, draw.chunks_per_rank(schedule)
+        plain = len(schedule.parts) == P and kinds == {"F", "B"}
+        line = bubbles.simulate(schedule, {kind: duration / v for kind, duration in COST.items()}, COMM)
+        peak = max(line.peak) / v  # in whole stages
+        rows.append((PLAIN if plain else "others", peak, line.bubble, line.step_bubble, name))
+    texts = [(what, name, f"{peak:g}", *(f"{x:.4f}" for x in bubbles)) for what, peak, *bubbles, name in sorted(rows)]
+    print(f"{P} stages, {M} micro-batches, F = I = W = 1, B = 2, a message takes {COMM}")
+    print(aligned([("class", "schedule", "peak", "bubble", "of the step"), *texts], 2))
+
+
+def delay():
+    """Print 1F1B whose W follow their I at once; this tree's zb-h1; the paper's."""
+    at_once = []
+    for actions in simulation.build("1f1b", P, M).actions:
+        halves = [[Action(k, a.microbatch, a.chunk) for k in ("F" if a.kind == "F" else "IW")] for a in actions]
+        at_once.append([action for part in halves for action in part])
+    yours, formula = simulation.build("zb-h1", P, M), bubbles.FORMULAS["zb-h1"]
+    rows = [("delay of W", "bubble", "in flight")]
+    for name, schedule in [("0: W follows I", schedules.straight("", 1, at_once)), ("yours", yours)]:
+        line = bubbles.simulate(schedule, COST)
+        rows.append((name, f"{line.bubble:.4f}", " ".join(map(str, line.peak))))
+    bubble, peak = (bubbles.by_formula(text, p=P, m=M, **COST) for text in (formula.bubble, formula.peak))
+    print(aligned([*rows, ("the paper's", f"{bubble:.4f}", " ".join([str(peak)] * P))], 1))
 
 
 def meshes(ranks=8, tp=2, pp=2, cp=1, order="dp-pp-tp"):
@@ -216,7 +253,7 @@ def law():
 
 
 def main():
-    shown = {f.__name__: f for f in (flops, losses, ratios, groups, schemes, batch, chain, law)}
+    shown = {f.__name__: f for f in (flops, losses, ratios, leaderboard, delay, groups, schemes, batch, chain, law)}
     if sys.argv[1:2] not in ([name] for name in shown):
         raise UserError(f"python -m exercises.show: should be followed by one of {', '.join(shown)}")
     shown[sys.argv[1]]()

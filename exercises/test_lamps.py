@@ -174,18 +174,10 @@ def test_adamw_decays_the_weight_itself():
 # --- 4: data parallel -------------------------------------------------------------------------------------------------
 
 
-def gradients_sent():
-    """Return {operation: (calls, bytes)} of the gradients in a step with 3 micro-batches, and the bytes of a copy."""
-    run = built(tiny_config(2, dtype="fp32"))
-    train.train_step(run, tiny_batches(run))
-    sent = {key[2]: row for key, row in run.mesh.watch.ledger.per_step(1).items() if key[1] == "gradients"}
-    return sent, 4 * sum(bucket.size for bucket in run.zero.buckets.values()), len(run.zero.buckets)
-
-
 def test_a_step_sends_each_gradient_once(workers):
-    sent, copy, buckets = workers.run(2, gradients_sent)[0]
-    calls, sent = sent.get("all_reduce", (0, 0))
-    said = f"2 P (n-1)/n = {copy:,} bytes in {buckets} all_reduce, one for each bucket"
+    tables = workers.run(2, record, tiny_config(2, dtype="fp32"))[0].sent
+    (calls, sent), (buckets, copy) = (table.get(("data", "gradients", "all_reduce"), (0, 0)) for table in tables)
+    said = f"2 P (n-1)/n = {float(copy):,.0f} bytes in {buckets} all_reduce, one for each bucket"
     assert (calls, sent) == (buckets, copy), f"a step sends {float(sent):,.0f} bytes in {calls} all_reduce, not {said}"
 
 
@@ -342,18 +334,12 @@ def test_the_peak_is_the_formulas(name):
 # --- 11: tensor parallelism -------------------------------------------------------------------------------------------
 
 
-def activations_sent(config):
-    """Return the bytes of activations that this rank sends over tp in a step."""
-    run = built(config)
-    train.train_step(run, tiny_batches(run))
-    return sum(sent for (_, what, _), (_, sent) in run.mesh.watch.ledger.per_step(1).items() if what == "activations")
-
-
 @pytest.mark.parametrize("sequence_parallel, factor", [(False, 8), (True, 10)])
 def test_a_block_sends_8_bsh(workers, sequence_parallel, factor):
     c = tiny_config(1, 2, sequence_parallel=sequence_parallel)
     unit = c.num_layers * 3 * c.micro_batch_size * c.seq_length * c.hidden_size / 2 * 8  # m = 3, (t-1)/t, float64
-    for sent in workers.run(2, activations_sent, c):
+    for measured, _ in (of_rank.sent for of_rank in workers.run(2, record, c)):
+        sent = sum(count for (_, what, _), (_, count) in measured.items() if what == "activations")
         assert sent == factor * unit, (
             f"a block sends {float(sent) / unit:g} bsh (t-1)/t; should be {factor} bsh (t-1)/t"
         )

@@ -8,16 +8,12 @@ A defect changes some lines of one file. Its test must fail with the defect's wo
 """
 
 import itertools
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from testing.judging import run_tests
+from testing.judging import ROOT, copied, replaced, run_tests
 
-ROOT = Path(__file__).parent.parent
 LATE = "testing/test_adversary.py"  # here a result appears only at `wait`
 WAITING = ["parallel/tensor.py", "parallel/zero.py", "parallel/context.py"]
 WAITING += ["parallel/muon.py", "parallel/pipeline.py", "train.py"]
@@ -68,28 +64,17 @@ DEFECTS = [*listed(), *without_wait()]
 
 def planted(defect, text=None):
     """Return a file's `text` (default: this tree's) with the defect. Raises ValueError if it does not fit."""
-    text = text or (ROOT / defect.file).read_text("utf-8")
+    text, edits = text or (ROOT / defect.file).read_text("utf-8"), []
     for old, new in defect.edits:
-        if text.count(old) != 1:
-            raise ValueError(f"defect {defect.name}: `{old}` is in {defect.file} {text.count(old)} times, not once")
-        whole = not new and f"\n{old}\n" in text  # whole lines leave no empty line
-        text = text.replace(f"{old}\n" if whole else old, new)
-    return text
+        whole = "\n" if not new and f"\n{old}\n" in text else ""  # whole lines leave no empty line
+        edits.append((old + whole, new))
+    return replaced(text, edits)
 
 
-def copy_tree(folder):
-    """Copy the files that git tracks, as they are now, into `folder`."""
-    paths = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for path in paths.split("\0")[:-1]:
-        Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, Path(folder, path))
-
-
-def failure(defect, folder):
-    """Plant a defect in a copy of the tree in `folder`. Return the message of its failing test, or None."""
-    copy_tree(folder)
-    (folder / defect.file).write_text(planted(defect), "utf-8")
-    messages = [message for _, message in run_tests(folder, [defect.test], "-x") if message is not None]
+def failure(defect):
+    """Plant a defect in a copy of the tree. Return the message of its failing test, or None."""
+    with copied({defect.file: planted(defect)}, changes=True) as folder:
+        messages = [message for _, message in run_tests(folder, [defect.test], "-x") if message is not None]
     return messages[0] if messages else None
 
 
@@ -99,8 +84,7 @@ def main():
     if not names:
         print("\n".join(f"{d.name:<36} {d.file:<22} {d.test}" for d in DEFECTS))
     for name in by_name if names == ["all"] else names:
-        with tempfile.TemporaryDirectory() as folder:
-            print(f"--- {name}\n{failure(by_name[name], Path(folder))}\n", flush=True)
+        print(f"--- {name}\n{failure(by_name[name])}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,42 @@
-"""Runs tests of a copy of the tree within a limit of time, and says in one line why a test gave no answer.
+"""Runs tests in a copy of the project, within limits, and says in one line why a test gave no answer.
 
-pytest loads this file there, too: as its plugin it writes a line when a test begins, and one when it ends.
+    with copied({"model.py": text}) as folder:             # the last commit, with another model.py
+        results = run_tests(folder, ["test_model.py"])     # [(test, None or the failure's message)]
+
+Exercises, hunts, planted defects, and the tests of check.py and GUIDE.md run so. This is no sandbox: a program of the
+copy can do whatever one of this user can do. pytest loads this file there, too: as its plugin it writes a line when a
+test begins, and one when it ends.
 """
 
 import contextlib
+import importlib.util
+import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
 
+from errors import UserError, explained
+
+ROOT = Path(__file__).parent.parent
 REPORT = Path("report.jsonl").absolute()  # of the copy, if pytest loads this file
 BEGUN = "begun"
 # A shell's script: run a command, and kill its group when stdin closes. sh gives a command with & no stdin of its own.
 ENDS_WITH_PARENT = 'exec 3<&0; { read _ <&3; kill -9 0; } & exec "$@" </dev/null 3<&-'
+# Memory and size of a file of a process with a limit, 4 GiB each, in sh's units: without an end they would harm others.
+LIMITS = f"{{ ulimit -Sd {4 * 2**20}; ulimit -Sf {8 * 2**20}; }} 2>/dev/null; "
+ERROR = r"(?m)^E\s+(.*)"  # a line of the message in pytest's text of a failure
 STOPS = 2  # tests without an answer, until the rest is left out
+
+
+# --- the plugin, in the copy ------------------------------------------------------------------------------------------
 
 
 def write(*row):
@@ -40,16 +58,69 @@ def pytest_collectreport(report):
         write("", report.longreprtext)
 
 
+# --- a copy -----------------------------------------------------------------------------------------------------------
+
+
+def need_pytest():
+    if not importlib.util.find_spec("pytest"):
+        raise UserError("this needs pytest: pip install -r requirements-dev.txt")
+
+
+def git(*words, folder=None):
+    """Return git's output, as bytes. Raises UserError."""
+    with explained("exercises need git"):
+        done = subprocess.run(["git", *words], cwd=folder or ROOT, capture_output=True)
+    if done.returncode:
+        raise UserError(f"exercises need a clone, made by git clone; git says: {done.stderr.decode()}")
+    return done.stdout
+
+
+def committed(file):
+    """Return a file's committed text."""
+    return git("show", f"HEAD:./{file}").decode()
+
+
+def replaced(text, edits):
+    """Return `text` with new texts in place of old ones. Raises ValueError unless each old one is there once."""
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise ValueError(f"`{old}` is there {text.count(old)} times, not once")
+        text = text.replace(old, new)
+    return text
+
+
+@contextlib.contextmanager
+def copied(files=(), changes=False):
+    """Yield a temporary folder with the files of the last commit, and with these {path: text} instead of theirs.
+
+    changes: with what has changed in tracked files since then, too.
+    """
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
+        archive.extractall(folder)
+        names = git("diff", "--name-only", "--relative", "--diff-filter=d", "-z", "HEAD").decode() if changes else ""
+        for path in names.split("\0")[:-1]:
+            Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, Path(folder, path))
+        for path, text in dict(files).items():
+            Path(folder, path).write_text(text, "utf-8")
+        yield Path(folder)
+
+
+# --- a run in the copy ------------------------------------------------------------------------------------------------
+
+
 def run(folder, words, limit=None, watched=None, **environment):
-    """Run Python with `words` in `folder`. Return (its exit code, its output and the last line of stderr).
+    """Run Python with `words` in `folder`. Return (its exit code, its output, its errors).
 
     The code is None if the file `watched` (default: the output) did not change for `limit` seconds, while the processes
     used either no CPU time or more than limit / 2: a busy machine makes a test slow, not red. All are killed then, and
     also when this process ends: at its end, however it comes, the pipe to their stdin closes.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), **environment}
+    script = LIMITS * bool(limit) + ENDS_WITH_PARENT
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        command = ["sh", "-c", ENDS_WITH_PARENT, "sh", sys.executable, *words]
+        command = ["sh", "-c", script, "sh", sys.executable, *words]
         pipes = dict(stdin=subprocess.PIPE, stdout=output, stderr=errors)
         process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
         try:
@@ -61,7 +132,7 @@ def run(folder, words, limit=None, watched=None, **environment):
             process.stdin.close()
         output.seek(0)
         errors.seek(0)
-        return code, output.read() + "".join(errors.read().rstrip().splitlines()[-1:])
+        return code, output.read(), errors.read()
 
 
 def waited_for(process, file, limit):
@@ -100,10 +171,10 @@ def run_tests(folder, tests, *options, limit=None):
     environment = {"OMP_NUM_THREADS": "1"} | ({"PATIENCE": str(limit / 3)} if limit else {})
     if sys.platform == "linux":  # torch has no threads here, so pytest itself can be forked: one import less
         environment["WORKERS"] = "fork"
-    options = [*options, "-q", "-p", "no:cacheprovider", "-p", "testing.judging", "--tb=short", "-m", ""]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "testing.judging", "--tb=short", "-m", "", *options]
     for _ in range(STOPS):
         report.write_text("")
-        code, said = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
+        code, _, errors = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
         for test, text in map(json.loads, report.read_text("utf-8").splitlines()):
             results[test] = text if text in (None, BEGUN) else message(text)
         why = f"no answer in {limit:g} s" if code is None else f"the process ended with exit code {code}"
@@ -112,7 +183,11 @@ def run_tests(folder, tests, *options, limit=None):
         todo = [test for test in todo if not any(contains(test, other) for other in results)]
         if not begun or not todo:
             break
-    why = f"not run: {why}" if begun else " ".join([why, *said.splitlines()[-1:]])
+    if begun:
+        why = f"not run: {why}"
+    elif errors:  # pytest has not begun, as with a wrong line in a file that conftest.py imports
+        lines = re.findall(ERROR, errors.replace(f"{folder}/", ""))
+        why = "\n".join(lines or [f"{why} {errors.splitlines()[-1]}"])
     why = results.pop("", why)
     return [*results.items(), *((test, why) for test in todo)]
 
@@ -124,4 +199,4 @@ def contains(asked, test):
 
 def message(text):
     """Return the message in pytest's text of a failure."""
-    return "\n".join(re.findall(r"(?m)^E\s+(.*)", text)) or text or "failed"
+    return "\n".join(re.findall(ERROR, text)) or text or "failed"

@@ -5,8 +5,8 @@
                                                            bytes are those of the formulas, and no order can deadlock
 
 `adversary.run` may stand before `record` (`testing/adversary.py`). A *change* is a context in which the model differs.
-Three other programs run a layout in their own ways: `testing/dry_run.py` (one rank without its peers),
-`exercises/hunt.py` (processes of its own) and `bench/` (without instruments).
+Two other programs run a layout in their own ways: `testing/dry_run.py` (one rank without its peers) and `bench/`
+(without instruments).
 """
 
 import contextlib

@@ -1,53 +1,46 @@
 """check.py finds mistakes in a changed model, and says where. Each edit is made in a copy of the project."""
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 import check
 from conftest import needs_git
-from testing.defects import ROOT, copy_tree
+from testing.judging import ROOT, copied, replaced, run
 from testing.tiny import tiny_config, write_tokens
 
 TINY = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 8\nseq_length = 8\nvocab_size = 100\n"
 
 
-def checked(folder, *options, edits=()):
+def checked(*options, edits=()):
     """Run check.py in a copy with (file, old, new) edits. Return (exit code, its lines after the first)."""
-    copy_tree(folder)
-    (folder / "my_config.py").write_text(TINY)
+    files = {"my_config.py": TINY}
     for file, old, new in edits:
-        text = (folder / file).read_text("utf-8")
-        assert text.count(old) == 1, (file, old, text.count(old))
-        (folder / file).write_text(text.replace(old, new), "utf-8")
-    command = [sys.executable, "check.py", "my_config.py", *options]
-    environment = os.environ | {"PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout.splitlines()[1:]
+        files[file] = replaced(files.get(file) or (ROOT / file).read_text("utf-8"), [(old, new)])
+    with copied(files, changes=True) as folder:
+        code, output, errors = run(folder, ["check.py", "my_config.py", *options])
+    assert "Traceback" not in errors, errors
+    return code, output.splitlines()[1:]
 
 
 @needs_git
 @pytest.mark.slow
-def test_the_unchanged_model_passes(tmp_path):
-    code, lines = checked(tmp_path)
+def test_the_unchanged_model_passes():
+    code, lines = checked()
     count = sum(line.startswith("ok ") for line in lines)
     assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 13, lines
 
 
 @needs_git
 @pytest.mark.slow
-def test_options_choose_one_layout(tmp_path):
-    code, lines = checked(tmp_path, "--tp=2", "--zero=1")
+def test_options_choose_one_layout():
+    code, lines = checked("--tp=2", "--zero=1")
     assert code == 0 and [line.split(maxsplit=1) for line in lines] == [
         ["ok", "gradients of tp ranks, by types (testing/letters.py)"],
         ["ok", "gradients of one process: finite differences"],
         ["ok", "tp=2 zero=1"],
     ]
-    code, lines = checked(tmp_path, "--tp=3")
+    code, lines = checked("--tp=3")
     assert code == 1 and lines[2] == "refused tp=3" and "num_attention_heads" in lines[3], lines
 
 
@@ -112,9 +105,9 @@ EDITS = {  # name: (options, edits, words of the output)
 @needs_git
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_is_found_and_named(tmp_path, name):
+def test_an_edit_is_found_and_named(name):
     options, edits, words = EDITS[name]
-    code, lines = checked(tmp_path, *options, edits=edits)
+    code, lines = checked(*options, edits=edits)
     assert code == 1 and words in " ".join(" ".join(lines).split()), "\n".join(lines)
 
 
@@ -146,7 +139,7 @@ RIGHT = [  # another activation; a norm of each head without a weight; a scaled 
 
 @needs_git
 @pytest.mark.slow
-def test_right_edits_pass_on_every_layout(tmp_path):
+def test_right_edits_pass_on_every_layout():
     """There is no export any more: Hugging Face's GPT-2 is another model."""
-    code, lines = checked(tmp_path, edits=RIGHT)
+    code, lines = checked(edits=RIGHT)
     assert code == 0 and "changed export to Hugging Face" in lines, "\n".join(lines)

@@ -11,22 +11,22 @@ from testing.defects import DEFECTS, ROOT, failure, planted
 pytestmark = needs_git
 
 
-def check(defect, folder):
-    message = failure(defect, folder)
+def check(defect):
+    message = failure(defect)
     assert message is not None, f"{defect.name}: the test {defect.test} does not fail"
     assert defect.words in " ".join(message.split()), f"{defect.name}: without `{defect.words}`:\n{message}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [d for d in DEFECTS if d.quick], ids=lambda d: d.name)
-def test_a_few_defects_are_found_and_named(defect, tmp_path):
-    check(defect, tmp_path)
+def test_a_few_defects_are_found_and_named(defect):
+    check(defect)
 
 
 @pytest.mark.defects
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: d.name)
-def test_every_defect_is_found_and_named(defect, tmp_path):
-    check(defect, tmp_path)
+def test_every_defect_is_found_and_named(defect):
+    check(defect)
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: d.name)
