@@ -41,21 +41,6 @@ def test_collectives_return_and_count_what_comm_says(workers, ranks):
     workers.check(ranks, check_collectives)
 
 
-def rank_algebra(tp):
-    mesh = Mesh(tp)
-    axes = mesh.world, mesh.data, mesh.pp, mesh.tp
-    return [(axis.name, axis.ranks, axis.rank) for axis in axes]
-
-
-def test_tensor_parallel_ranks_are_neighbours(workers):
-    """rank = (data_rank * pp + pp_rank) * tp + tp_rank."""
-    for rank, (world, dp, pp, tp) in enumerate(workers.run(6, rank_algebra, 2)):
-        assert world == ("world", (0, 1, 2, 3, 4, 5), rank)
-        assert dp == ("data", (rank % 2, rank % 2 + 2, rank % 2 + 4), rank // 2)
-        assert pp == ("pp", (rank,), 0)
-        assert tp == ("tp", (rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
-
-
 LAYOUTS_AND_GROUPS = [  # layout on 8 ranks, number of process groups of each rank
     (dict(), [1] * 8),
     (dict(zero=3), [2] * 8),
