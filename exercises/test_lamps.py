@@ -347,6 +347,11 @@ def test_a_block_sends_8_bsh(workers, sequence_parallel, factor):
 
 def test_tp_ranks_keep_the_bytes_of_the_formulas(workers):
     check_bytes(workers.run(2, record, tiny_config(1, 2)))
+    x, w, saved = drawn(8, 6).requires_grad_(), torch.nn.Parameter(drawn(4, 6)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: saved.append(kept) or kept, lambda kept: kept):
+        Linear.apply(x, w, None, "copy", None, Mesh().tp, reference)
+    kept = sum(tensor.nbytes for tensor in saved)
+    assert kept == x.nbytes, f"a linear keeps {kept} bytes; should be those of its input x alone, {x.nbytes}"
 
 
 # --- 12: the mesh -----------------------------------------------------------------------------------------------------
