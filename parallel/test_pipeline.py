@@ -386,7 +386,8 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     assert "step 12" in recorded.title and len(ideal.rows) == 2
     (part,) = draw.recorded_pictures(str(trace), "0,inf")
     assert {box.kind for box in part.rows[1][1]} == {box.kind for box in part.rows[3][1]} == {"=", "#"}
-    assert part.rows[::2] == recorded.rows[::2] and "#" in draw.terminal([part], 500).splitlines()[4]
+    assert part.rows[::2] == recorded.rows[::2]
+    assert {"=", "#"} & {*draw.terminal([part], 500).splitlines()[4]}  # of a short wait no letter is left
     assert draw.terminal([part._replace(rows=[("", row, ".") for _, row, _ in part.rows[1::2]])], 500)  # all ranks wait
     with pytest.raises(UserError, match="window"):
         draw.recorded_pictures(str(trace), "9,5")

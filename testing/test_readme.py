@@ -56,7 +56,7 @@ def test_every_link_leads_to_a_heading():
 def test_every_file_in_the_texts_exists():
     text = README + SLIDES + GUIDE + MEASURED
     paths = re.findall(r"`((?:\w+/)?\w+\.(?:py|md|sh))`", text) + re.findall(r"\]\(([\w/.]+)\)", text)
-    paths = [path for path in paths if path != "mine.py"]  # the reader's own
+    paths = [path for path in paths if "mine" not in path]  # the reader's own
     folders = (".", "parallel", "accounts", "ladder", "recovery")
     assert len(paths) > 50 and [p for p in paths if not any((HERE / f / p).exists() for f in folders)] == []
 
