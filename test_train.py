@@ -49,7 +49,6 @@ from testing.tiny import (
 
 pytestmark = pytest.mark.usefixtures("no_gpu")
 HERE = Path(__file__).parent
-CPU = torch.device("cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE)}
 
 
@@ -68,33 +67,32 @@ def config_file(tokens_dir, tmp_path):
 # --- under torchrun ---------------------------------------------------------------------------------------------------
 
 
-class Torchrun(subprocess.Popen):
-    """torchrun with its output in files: a pipe that nobody reads yet would stop an endless run after 64 KiB."""
-
-    def __init__(self, command, environment):
-        self.files = []  # of stdout and stderr; a deleted file lives as long as a process has it open
-        for _ in range(2):
-            number, path = tempfile.mkstemp()
-            os.unlink(path)
-            self.files.append(number)
-        super().__init__(command, cwd=HERE, env=environment, stdout=self.files[0], stderr=self.files[1])
-
-    def communicate(self, timeout=None):
-        self.wait(timeout)
-        return [os.pread(number, os.fstat(number).st_size, 0).decode() for number in self.files]
+def launch(command, environment=ENVIRONMENT):
+    """Start a command with its output in a file: a pipe that nobody reads yet would stop an endless run."""
+    file, path = tempfile.mkstemp()
+    os.unlink(path)  # a deleted file lives as long as a process has it open
+    process = subprocess.Popen(command, cwd=HERE, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    process.file = file
+    return process
 
 
-def torchrun(ranks, *arguments, restarts=0, launcher=(), endpoint="localhost:0", flags=()):
-    command = [*launcher, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--max_restarts={restarts}", *flags]
-    command += ["--local-addr=localhost", str(HERE / "train.py"), *arguments]
-    return Torchrun(command, ENVIRONMENT)
+def output_of(process, timeout=120):
+    """Wait for the end. Return the text."""
+    process.wait(timeout)
+    return os.pread(process.file, os.fstat(process.file).st_size, 0).decode()
+
+
+def torchrun(ranks, *arguments, launcher=(), flags=()):
+    """Start train.py under torchrun. flags: of torchrun, instead of these."""
+    command = [*launcher, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    command += ["--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local-addr=localhost"]
+    return launch([*command, *flags, HERE / "train.py", *arguments])
 
 
 def test_torchrun_trains_and_reports(config_file, tmp_path):
     process = torchrun(2, config_file, "--tp=2", "--sequence_parallel", "--ledger", "--eval_iters=2")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    out = output_of(process)
+    assert process.returncode == 0, out
     what = "8,768 parameters, 2 layers of 16; dp=1 tp=2 cp=1 pp=1 zero=0 sequence_parallel=True recompute=none;"
     assert what in out
     assert len(re.findall(r"^ iteration +\d+/ +6 \| consumed samples: .* \| TFLOPs: [\d.]+ \|$", out, re.M)) == 3
@@ -115,8 +113,8 @@ def wait_for(condition, process, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()  # else `communicate` would wait for its end
-            pytest.fail("\n".join(process.communicate()), pytrace=False)
+            process.kill()  # else `output_of` would wait for its end
+            pytest.fail(output_of(process), pytrace=False)
         time.sleep(0.05)
 
 
@@ -124,12 +122,16 @@ def children(process):
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
+def wait_for_lines(folder, process):
+    metrics = folder / "out" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+
+
 def started(folder, *arguments, ranks=2, launcher=()):
     """Start an endless run, and wait for log lines. Return (torchrun, its pids)."""
-    metrics = folder / "out" / "metrics.jsonl"
     words = str(folder / "micro.py"), "--train_iters=100000", "--log_interval=1", *arguments
     process = torchrun(ranks, *words, launcher=launcher)
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    wait_for_lines(folder, process)
     return process, children(process)
 
 
@@ -146,11 +148,16 @@ def linux(test):
 
 
 @linux
-def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_path):
-    process, pids = started(tmp_path)
-    os.kill(pids[1], signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+@pytest.mark.parametrize("to, launcher", [("rank 1", []), ("torchrun", []), ("torchrun", ["nohup"])])
+def test_a_signal_saves_the_same_step_everywhere_and_stops(config_file, tmp_path, to, launcher):
+    """SIGTERM to one rank, or the SIGHUP of a closed terminal, which torchrun passes on."""
+    process, pids = started(tmp_path, launcher=launcher)
+    if to == "rank 1":
+        os.kill(pids[1], signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGHUP)
+    out = output_of(process)
+    assert (process.returncode == 0) == (to == "rank 1"), out  # torchrun ends with the number of its signal
     (step,) = checkpoint.all_steps(tmp_path / "out")
     assert f"stopped after iteration {step}; the same command" in out
     assert list(read_metrics(tmp_path / "out" / "metrics.jsonl"))[-1] == step
@@ -158,45 +165,34 @@ def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_pat
     assert index["counters"] == {"iteration": step, "consumed_samples": 8 * step, "updates": step}
 
 
-@linux
-@pytest.mark.parametrize("launcher", [[], ["nohup"]], ids=["torchrun", "nohup torchrun"])
-def test_a_closed_terminal_saves_and_stops(config_file, tmp_path, launcher):
-    process, _ = started(tmp_path, launcher=launcher)
-    process.send_signal(signal.SIGHUP)  # torchrun passes it on, and ends with its number
-    out, err = process.communicate(timeout=60)
-    (step,) = checkpoint.all_steps(tmp_path / "out")
-    assert f"stopped after iteration {step}; the same command" in out, err
-
-
-def received(numbers):
-    """Return which of these signals stop a run."""
-    stopped = []
-    for number in numbers:
-        with contextlib.ExitStack() as stack:
-            (signals := processes.Signals()).watch(stack)
-            os.kill(os.getpid(), number)
-            stopped += [number] * signals.stop
-    return stopped
+def stops(number):
+    """Return whether this signal stops a run."""
+    signals = processes.Signals()
+    with contextlib.ExitStack() as stack:
+        signals.watch(stack)
+        os.kill(os.getpid(), number)
+    return signals.stop
 
 
 def test_sighup_stops_a_run_unless_it_was_ignored_at_the_start():
     """`nohup python train.py` goes on after the terminal is closed."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest may run under nohup
     try:
-        all_three = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        assert received(all_three) == all_three
+        assert stops(signal.SIGTERM) and stops(signal.SIGINT) and stops(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert received([signal.SIGTERM, signal.SIGHUP]) == [signal.SIGTERM]
+        assert stops(signal.SIGTERM) and not stops(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 @linux
-def test_a_killed_rank_stops_the_others_and_nobody_saves(config_file, tmp_path):
+@pytest.mark.parametrize("killed", ["rank", "launcher"])
+def test_after_a_kill_all_stop_and_nobody_saves(config_file, tmp_path, killed):
     process, pids = started(tmp_path)
-    os.kill(pids[1], signal.SIGKILL)
-    process.communicate(timeout=90)
-    assert process.returncode != 0 and checkpoint.all_steps(tmp_path / "out") == []
+    os.kill(pids[1] if killed == "rank" else process.pid, signal.SIGKILL)
+    assert process.wait(timeout=90) != 0
+    wait_until_gone(pids)
+    assert checkpoint.all_steps(tmp_path / "out") == []
 
 
 @linux
@@ -207,7 +203,7 @@ def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, ran
     os.kill(pids[-1], signal.SIGSTOP)
     wait_for(lambda: not alive(pids[-2]), process)
     os.kill(pids[-1], signal.SIGKILL)
-    _, err = process.communicate(timeout=90)
+    err = output_of(process)
     assert process.returncode != 0
     assert re.search(r"^error: rank \d waited for rank(s \[.*\]| \d) ", err, re.M), err
     assert "no progress for 8 s:" in err and f"ranks [{ranks - 1}]: no answer" in err, err
@@ -223,13 +219,12 @@ def test_restarts_change_no_bit(config_file, tmp_path, backend):
     """Each restart joins at its first try. The curve and the last checkpoint are those of a quiet run."""
     fields = "--train_iters=60 --save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1".split()
     killed, quiet, metrics = tmp_path / "out", tmp_path / "quiet", tmp_path / "out" / "metrics.jsonl"
-    how = dict(endpoint=f"localhost:{free_port()}", flags=[f"--rdzv_backend={backend}"])
-    process = torchrun(4, config_file, *fields, restarts=2, **how)
+    flags = [f"--rdzv_backend={backend}", f"--rdzv_endpoint=localhost:{free_port()}", "--max_restarts=2"]
+    process = torchrun(4, config_file, *fields, flags=flags)
     for step in (25, 45):
         wait_for(lambda step=step: metrics.exists() and step in read_metrics(metrics), process, 120)
         os.kill(children(process)[-1], signal.SIGKILL)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    assert process.wait(timeout=300) == 0, output_of(process)
     assert torchrun(4, config_file, *fields, f"--out_dir={quiet}").wait(timeout=120) == 0
     assert curve(killed) == curve(quiet)
     assert tensor_files(killed / "step_60") == tensor_files(quiet / "step_60")
@@ -251,8 +246,9 @@ def test_a_run_goes_on_with_the_hosts_that_are_there(config_file, monkeypatch, t
     """Two torchruns of one process, as on two hosts. One is killed, and comes back. The batches stay the same."""
     fields = "--save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1 --lr_decay_iters=1000".split()
     metrics, out, port = tmp_path / "out" / "metrics.jsonl", tmp_path / "out", free_port()
-    flags = ["--nnodes=1:2", "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=8"]
-    how, hosts, pids = dict(restarts=3, endpoint=f"localhost:{port}", flags=flags), [], []
+    flags = ["--nnodes=1:2", "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=8", "--max_restarts=3"]
+    flags.append(f"--rdzv_endpoint=localhost:{port}")
+    hosts, pids = [], []
     monkeypatch.setitem(ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else torchrun can't take a host in
 
     def rows(processes):
@@ -261,7 +257,7 @@ def test_a_run_goes_on_with_the_hosts_that_are_there(config_file, monkeypatch, t
 
     try:
         for _ in range(2):
-            hosts.append(torchrun(1, config_file, *fields, "--train_iters=100000", **how))
+            hosts.append(torchrun(1, config_file, *fields, "--train_iters=100000", flags=flags))
             wait_for(lambda: listens(port), hosts[0])  # so the first host, which stays, has the table of the hosts
         first, second = hosts
         wait_for(lambda: {*rows(2)} & {*checkpoint.all_steps(out)}, second, 180)
@@ -271,10 +267,10 @@ def test_a_run_goes_on_with_the_hosts_that_are_there(config_file, monkeypatch, t
         second.wait()
         last = rows(2)[-1]
         wait_for(lambda: max(rows(1), default=0) > last + 10, first, 180)
-        hosts.append(torchrun(1, config_file, *fields, "--train_iters=100000", **how))
+        hosts.append(torchrun(1, config_file, *fields, "--train_iters=100000", flags=flags))
         wait_for(lambda: rows(2)[-1] > rows(1)[-1], first, 180)
         first.send_signal(signal.SIGTERM)
-        said = "\n".join(first.communicate(timeout=60) + second.communicate())
+        said = output_of(first) + output_of(second)
     finally:
         for host in hosts:
             pids += children(host) if host.poll() is None else []
@@ -299,24 +295,15 @@ def wait_until_gone(pids):
         time.sleep(0.1)
 
 
-@linux
-def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
-    process, pids = started(tmp_path)
-    process.kill()
-    process.wait()
-    wait_until_gone(pids)
-    assert checkpoint.all_steps(tmp_path / "out") == []
-
-
 @pytest.mark.slow
 def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
     """torchrun's root cause is the same line. A restart does not repeat it."""
-    process = torchrun(2, config_file, "--tp=3", restarts=3)
-    out, err = process.communicate(timeout=120)
+    process = torchrun(2, config_file, "--tp=3", flags=["--max_restarts=3"])
+    out = output_of(process)
     line = "error: num_attention_heads = 2 is not a multiple of tp = 3: a tensor parallel rank has whole heads"
-    assert [text for text in err.splitlines() if text.startswith("error: ")] == [line]
-    assert process.returncode != 0 and "exitcode  : 2" in err and "Traceback" not in out
-    root = err.rpartition("Root Cause (first observed failure):\n")[2].splitlines()
+    assert [text for text in out.splitlines() if text.startswith("error: ")] == [line]
+    assert process.returncode != 0 and "exitcode  : 2" in out and "UserError" not in out
+    root = out.rpartition("Root Cause (first observed failure):\n")[2].splitlines()
     assert root[0] == "[0]:" and root[-2] == f"  traceback : {line}" and set(root[-1]) == {"="}
 
 
@@ -325,22 +312,10 @@ def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
 )
 def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
     """A normal exit waits for ranks that may be dead."""
-
-    class Exit(BaseException):
-        pass
-
-    def exit_at_once(code):
-        raise Exit(code)
-
-    def work():
-        raise error
-
-    monkeypatch.setattr(os, "_exit", exit_at_once)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    with pytest.raises(Exit) as stop:
-        processes.together(Axis("world", (0, 1), 0, Watch()), work)
-    assert stop.value.args == (code,) and re.fullmatch("error: .*x\n", capsys.readouterr().err)
+    with mock.patch.object(os, "_exit", side_effect=KeyboardInterrupt) as end, pytest.raises(KeyboardInterrupt):
+        processes.together(Axis("world", (0, 1), 0, Watch()), mock.Mock(side_effect=error))
+    assert end.call_args == mock.call(code) and re.fullmatch("error: .*x\n", capsys.readouterr().err)
 
 
 ENDS = """
@@ -368,9 +343,7 @@ def test_a_finished_run_exits_with_0_although_a_thread_is_in_torchs_code():
 
 
 def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
-    def work():
-        raise RuntimeError("a defect")
-
+    work = mock.Mock(side_effect=RuntimeError("a defect"))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(RuntimeError, match="a defect"):
         processes.together(Axis("world", (0,), 0, Watch()), work)
@@ -378,23 +351,20 @@ def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
     assert text.startswith("Traceback") and text.endswith("RuntimeError: a defect\n")
 
 
-def stop_of_rank_1(config):
-    """Train. Rank 1 gets a signal in iteration 3. Return this rank's last iteration."""
-    step, runs = train.train_step, []
+def signal_to_rank_1(config):
+    """Train. Rank 1 gets a signal in iteration 3."""
+    step = train.train_step
 
     def signalled(run, batches):
-        runs.append(run)
-        run.signals.stop = run.signals.stop or (run.mesh.rank == 1 and run.counters.iteration == 2)
+        run.signals.stop |= run.mesh.rank == 1 and run.counters.iteration == 2
         return step(run, batches)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "train_step", signalled)
+    with mock.patch.object(train, "train_step", signalled):
         go(config)
-    return runs[-1].counters.iteration
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(workers, tokens_dir, tmp_path):
-    assert workers.run(3, stop_of_rank_1, configured(tmp_path, tokens_dir, log_interval=100)) == [3] * 3
+    workers.run(3, signal_to_rank_1, configured(tmp_path, tokens_dir, log_interval=100))
     assert checkpoint.all_steps(tmp_path) == [3] and len(curve(tmp_path)) == 1
 
 
@@ -465,17 +435,18 @@ def refused_config(words):
         return str(error)
 
 
-def test_a_value_that_is_no_number_is_not_another_host_s_value(workers):
-    for said in workers.run(2, refused_config, ["--lr=nan"] * 2):
-        assert said == "lr=nan: should be 0 or more and below 1e+13"
-
-
-@pytest.mark.parametrize("word", ["--lr=0.01", "--seed=1", "--tp=2", "--log_interval=7"])
-def test_hosts_with_other_fields_stop_before_they_wait_for_each_other(workers, word):
-    field = word[2:].partition("=")[0]
-    for said in workers.run(2, refused_config, ["", word]):
-        assert re.match(rf"{word[2:]}: rank 1 \(on .*\) has this value, and rank 0 has {field}=[\d.]+;", said)
-    assert workers.run(2, refused_config, ["--data_dir=a --out_dir=b --resume=c", ""]) == [None] * 2
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["", "--lr=0.02"], r"lr=0.02: rank 1 \(on .*\) has this value, and rank 0 has lr=[\d.]+; .*"),
+        (["", "--tp=2"], r"tp=2: rank 1 \(on .*\) has this value, and rank 0 has tp=1; .*"),
+        (["--lr=nan", "--lr=nan"], r"lr=nan: should be 0 or more and below 1e\+13"),
+        (["--data_dir=a --out_dir=b --resume=c", ""], "None"),
+    ],
+)
+def test_hosts_with_other_fields_stop_before_they_wait_for_each_other(workers, words, line):
+    for said in workers.run(2, refused_config, words):
+        assert re.fullmatch(line, str(said))
 
 
 def go_at_home(config, homes, eval_only):
@@ -488,8 +459,10 @@ def go_at_home(config, homes, eval_only):
         os.chdir(before)
 
 
-@pytest.mark.parametrize("different", ["out", "data", "resume"])
-def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_path, different):
+@pytest.mark.parametrize(
+    "different, field", [("out", "out_dir=out"), ("data", "data_dir=data"), ("resume", "resume=out/step_1")]
+)
+def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_path, different, field):
     """Equal copies of the data are no mistake."""
     homes = [tmp_path / "a", tmp_path / "b"]
     for i, home in enumerate(homes):
@@ -500,28 +473,26 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
         for home, lr in zip(homes, (0.1, 0.1 + 0.1 * (different == "resume")), strict=True):
             go(configured(home / "out", str(home / "data"), train_iters=1, lr=lr))
     config = configured("out", "data", train_iters=2, resume="out/step_1" if eval_only else "auto")
-    field = {"out": "out_dir=out", "data": "data_dir=data", "resume": "resume=out/step_1"}[different]
     for said in workers.run(2, go_at_home, config, homes, eval_only):
         assert said.startswith(f"{field}: rank 1 (on ") and "\n" not in said
-    assert different != "out" or not any(p for home in homes for p in home.rglob("step_*"))
+    assert different != "out" or not [*tmp_path.rglob("step_*")]
 
 
-def go_with_another_file(config, name, edited):
+def go_with_another_file(config, name):
     """Train. On rank 1 the file `name` has one more byte. Return the message, or None."""
     content = Path.read_bytes
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
             patch.setattr(Path, "read_bytes", lambda path: content(path) + b"#" * (path == HERE / name))
-        return fails(config) if edited else go(config) and None
+        return fails(config)
 
 
 @pytest.mark.parametrize("name", ["model.py", "parallel/zero.py", "exercise.py"])
 def test_hosts_with_another_program_stop_before_the_first_step(workers, tokens_dir, tmp_path, name):
     """Files that a run does not import may differ."""
-    config, edited = configured(tmp_path, tokens_dir, train_iters=1), name != "exercise.py"
-    for said in workers.run(2, go_with_another_file, config, name, edited):
-        assert said is None or re.match(rf"{name}: rank 1 \(on .*\) runs another file than rank 0;", said)
-        assert edited == (said is not None)
+    line = rf"{name}: rank 1 \(on .*\) runs another file than rank 0;" if name != "exercise.py" else "None"
+    for said in workers.run(2, go_with_another_file, configured(tmp_path, tokens_dir, train_iters=1), name):
+        assert re.match(line, str(said))
 
 
 def refused_action(hosts, sick, word):
@@ -555,50 +526,40 @@ def test_an_error_of_one_host_names_it(workers, hosts, sick, word, line):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
-@pytest.mark.parametrize("shared", [True, False])
-def test_two_hosts_train_and_another_out_dir_is_named(config_file, tmp_path, shared):
-    """Run GUIDE's command in two network namespaces. Without a shared out_dir, a line names the host."""
+def test_two_hosts_train(config_file, tmp_path):
+    """Run GUIDE's command in two network namespaces."""
     guide = (HERE / "GUIDE.md").read_text("utf-8")
-    launch = re.search(r"```\n(torchrun --nnodes.*?)\n```", guide, re.DOTALL)[1]
+    words = re.search(r"```\n(torchrun --nnodes.*?)\n```", guide, re.DOTALL)[1]
     for old, new in {
         "HOST0": "host1",
         "--nproc_per_node=8": "--nproc_per_node=2",
-        "train.py configs/gpt2_345m.py": f"{HERE}/train.py micro.py",
+        "train.py configs/gpt2_345m.py": f"{HERE}/train.py {config_file} --pp=2",
         "torchrun": f"{sys.executable} -m torch.distributed.run",
     }.items():
-        assert old in launch
-        launch = launch.replace(old, new)
+        assert old in words
+        words = words.replace(old, new)
     make = ["ip netns add nano1", "ip netns add nano2", "ip link add v1 netns nano1 type veth peer name v2 netns nano2"]
-    config = Path(config_file).read_text() + "pp = 2\n"
-    hosts, files = [], [Path(f"/etc/netns/nano{i}/hosts") for i in "12"]
-    for i, file in zip("12", files, strict=True):
-        (tmp_path / i).mkdir()
-        (tmp_path / i / "micro.py").write_text(config if shared else config.replace(f"{tmp_path}/out", "out"))
+    hosts, folders = [], {i: Path(f"/etc/netns/nano{i}") for i in "12"}
+    for i, folder in folders.items():
         up = f"ip link set lo up && ip addr add 10.77.0.{i}/24 dev v{i} && ip link set v{i} up"
         make.append(f"ip netns exec nano{i} sh -c '{up}'")
         names = r"127.0.0.1 localhost\n10.77.0.1 host1\n10.77.0.2 host2\n"
-        make.append(f"mkdir -p {file.parent} && printf '{names}' > {file}")
+        make.append(f"mkdir -p {folder} && printf '{names}' > {folder}/hosts")
     try:
         for command in make:
             if subprocess.run(command, shell=True, capture_output=True).returncode:
                 pytest.skip(f"this machine can't: {command}")
-        for i in "12":
-            inside = f"hostname host{i} && cd {tmp_path}/{i} && export GLOO_SOCKET_IFNAME=v{i} && {launch}"
-            command = ["ip", "netns", "exec", f"nano{i}", "unshare", "--uts", "sh", "-c", inside]
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
-            hosts.append(subprocess.Popen(command, **pipes))
-        said = [host.communicate(timeout=120)[0] for host in hosts]
+        for i in folders:
+            inside = f"hostname host{i} && export GLOO_SOCKET_IFNAME=v{i} && {words}"
+            hosts.append(launch(["ip", "netns", "exec", f"nano{i}", "unshare", "--uts", "sh", "-c", inside]))
+        said = [output_of(host) for host in hosts]
     finally:
         for host in hosts:
             host.kill()
-        for i, file in zip("12", files, strict=True):
+        for i, folder in folders.items():
             subprocess.run(["ip", "netns", "del", f"nano{i}"], capture_output=True)
-            shutil.rmtree(file.parent, ignore_errors=True)
-    if shared:
-        assert "trained to iteration 6" in "".join(said) and all(host.returncode == 0 for host in hosts), said
-    else:
-        line = r"error: out_dir=out: rank 2 \(on host2\) sees other files there than rank 0"
-        assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
+            shutil.rmtree(folder, ignore_errors=True)
+    assert "trained to iteration 6" in "".join(said) and all(host.returncode == 0 for host in hosts), said
 
 
 def job_of_slurm(folder, *words, torchrun, **slurm):
@@ -616,29 +577,27 @@ def job_of_slurm(folder, *words, torchrun, **slurm):
         (folder / name).chmod(0o755)
     (folder / "minutes").write_text("1:00\n")
     slurm = dict(SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="localhost", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="2") | slurm
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     environment = ENVIRONMENT | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.Popen([HERE / "jobs/slurm.sh", *words], cwd=HERE, env=environment, **pipes)
+    return launch([HERE / "jobs/slurm.sh", *words], environment)
 
 
 @linux
 def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
     """USR1 to the shell saves; the next start resumes."""
-    metrics = tmp_path / "out" / "metrics.jsonl"
 
     def job(iterations):
         words = [config_file, "--log_interval=1", f"--train_iters={iterations}"]
         return job_of_slurm(tmp_path, *words, torchrun=f'exec {sys.executable} -m torch.distributed.run "$@"')
 
     process = job(100000)
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    wait_for_lines(tmp_path, process)
     process.send_signal(signal.SIGUSR1)
-    said, _ = process.communicate(timeout=120)
+    said = output_of(process)
     (step,) = checkpoint.all_steps(tmp_path / "out")
     assert f"stopped after iteration {step}" in said, said
     assert (tmp_path / "said").read_text().endswith("scancel --signal=TERM 4711\nscontrol requeue 4711\n")
     process = job(step + 2)
-    said, _ = process.communicate(timeout=120)
+    said = output_of(process)
     assert process.returncode == 0 and f"from {tmp_path}/out/step_{step}" in said, said
     assert (tmp_path / "said").read_text().count("requeue") == 1
 
@@ -656,7 +615,7 @@ def test_a_job_of_slurm_stops_its_own_task_and_not_at_the_start(tmp_path, minute
     wait_for((tmp_path / "said").exists, process)
     (tmp_path / "minutes").write_text(minutes)
     process.send_signal(signal.SIGUSR1)
-    said, _ = process.communicate(timeout=20)
+    said = output_of(process)
     assert said.count("error: --time ") == said.count("error") == (not stopped)
     assert said.count("before the time limit: the run saves, and the job is queued again\n") == stopped
     commands = (tmp_path / "said").read_text().splitlines()[1:]
@@ -668,13 +627,13 @@ def test_a_job_of_slurm_starts_one_torchrun_on_each_node(tmp_path):
     """The port lies below those of outgoing connections."""
     for identity, port in {"4711": 14711, "25000": 15000, "99999": 29999}.items():
         process = job_of_slurm(tmp_path, "a b", torchrun='echo "$@"', SLURM_NNODES="2", SLURM_JOB_ID=identity)
-        words = process.communicate(timeout=20)[0]
+        words = output_of(process)
         assert "--nproc-per-node=2 --nnodes=2 --max-restarts=3" in words and f"localhost:{port} train.py a b" in words
     srun = (tmp_path / "said").read_text().split()
     assert {"--wait=60", "--ntasks=2", "--ntasks-per-node=1"} <= {*srun[: srun.index("sh")]}
     (tmp_path / "other").mkdir()
     process = job_of_slurm(tmp_path / "other", torchrun="", SLURM_GPUS_ON_NODE="")
-    line = process.communicate(timeout=20)[0]
+    line = output_of(process)
     assert process.returncode == 2 and line == "error: the job has no GPUs; add sbatch --gpus-per-node=N\n"
 
 
@@ -684,7 +643,7 @@ def test_the_log_of_a_job_of_slurm_ends_with_the_first_nodes_mistake(tmp_path, n
     """Another node writes no file."""
     mistake = f'{sys.executable} -c \'import errors; errors.report_error(errors.UserError("x \\" y"))\''
     process = job_of_slurm(tmp_path, torchrun=f"{mistake}; echo noise; exit 1", SLURM_PROCID=node)
-    assert process.communicate(timeout=20)[0] == f'error: x " y\nnoise\n{last}' and process.returncode == 1
+    assert output_of(process) == f'error: x " y\nnoise\n{last}' and process.returncode == 1
 
 
 @pytest.mark.slow
@@ -693,7 +652,7 @@ def test_a_job_of_slurm_that_is_ended_leaves_no_file(tmp_path):
     process = job_of_slurm(tmp_path, torchrun="sleep 1", TMPDIR=str(tmp_path))
     wait_for((tmp_path / "said").exists, process)
     process.terminate()
-    process.communicate(timeout=20)
+    process.wait(timeout=20)
     assert not list(tmp_path.glob("tmp*"))
 
 
@@ -738,31 +697,25 @@ def test_skipped_updates_stop_the_run_and_replace_no_good_checkpoint(config_file
 @pytest.mark.parametrize(
     "launcher, variables",
     [
-        ("SLURM_STEP_NUM_TASKS", dict(SLURM_PROCID=3, SLURM_LOCALID=1, SLURM_STEP_NUM_NODES=2)),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_STEP_NUM_NODES=2"),
         (
             "OMPI_COMM_WORLD_SIZE",
-            dict(OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_LOCAL_RANK=1, OMPI_COMM_WORLD_LOCAL_SIZE=2),
+            "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
         ),
     ],
 )
 def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(monkeypatch, launcher, variables):
     monkeypatch.setattr(sys, "argv", ["train.py", "--tp=2"])
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("SLURM_NTASKS", "4")  # also in the batch shell
-    assert processes.join_processes() == CPU
-    monkeypatch.setenv(launcher, "1")
-    assert processes.join_processes() == CPU
-    for name in processes.LAUNCHERS:  # one launcher may start the other
-        monkeypatch.setenv(name, "4" if name == launcher else "1")
+    ones = [f"{name}=1" for name in processes.LAUNCHERS]  # one launcher may start the other
+    for variable in [*variables.split(), *ones, "SLURM_NTASKS=4"]:  # the last one is also in the batch shell
+        monkeypatch.setenv(*variable.split("="))
+    assert processes.join_processes().type == "cpu"
+    monkeypatch.setenv(launcher, "4")
     with pytest.raises(UserError, match=f"^{launcher}=4 without WORLD_SIZE: each process would train alone") as error:
         processes.join_processes()
-    command = str(error.value).rpartition(" with: ")[2]
-    joined = subprocess.run(
-        command.replace("python train.py --tp=2", "env"), shell=True, capture_output=True, text=True
-    )
-    lines = {"RANK=3", "WORLD_SIZE=4", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=29500"}
-    assert lines <= {*joined.stdout.splitlines()}
+    command = str(error.value).rpartition(" with: ")[2].replace("python train.py --tp=2", "env")
+    joined = subprocess.check_output(command, shell=True, text=True).split()
+    assert {*"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500".split()} <= {*joined}
     guide = re.sub(r"\s*\\\n\s*", " ", (HERE / "GUIDE.md").read_text("utf-8"))
     assert processes.LAUNCHERS[launcher] in guide
 
@@ -819,33 +772,35 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
     assert rows[4]["lr"] < 0.01 and 0.01 < rows[5]["lr"] < 0.5
 
 
-def test_an_out_dir_that_takes_no_new_file_is_found_before_training(config_file, monkeypatch, capsys, tmp_path):
-    """Its lock and log exist: without a trial, only the first save would fail."""
-    out = tmp_path / "out"
-    main(monkeypatch, capsys, config_file, "--train_iters=1", f"--out_dir={out}")
-    monkeypatch.setattr(train, "train_step", None)
-    if not shutil.which("chattr") or subprocess.run(["chattr", "+i", out], capture_output=True).returncode:
-        pytest.skip("only root can make a folder immutable, and only on some file systems")
-    try:
-        code, _, err = main(monkeypatch, capsys, config_file)
-    finally:
-        subprocess.run(["chattr", "-i", out], check=True)
-    assert code == 2 and err.startswith(f"error: out_dir={out}: ") and err.count("\n") == 1
+NO_COMPILER = mock.Mock(side_effect=RuntimeError("Failed to find C compiler.\nPlease specify via CC"))
+FULL_DISK = mock.Mock(side_effect=OSError(28, "No space left on device"))
+OLD_TORCH = SimpleNamespace(Tensor=object, __version__="2.9.1")
+NO_PACKAGE = {"recovery.start.find_spec": lambda name: None}
+TWO_GPUS = {"torch.cuda.is_available": lambda: True, "torch.cuda.device_count": lambda: 2}
 
 
-def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+@pytest.mark.parametrize(
+    "machine, word, line",
+    [
+        (TWO_GPUS, "--seed=1", "nproc_per_node=4: there are only 2 GPUs; set at most 2, .*"),
+        ({"recovery.processes.torch": OLD_TORCH}, "--seed=1", "torch 2.9.1 is too old; should be 2.11 .*"),
+        ({"reference.join": NO_COMPILER}, "--seed=1", ".*--kernels=torch does: RuntimeError: Failed to find C .*"),
+        ({"tempfile.NamedTemporaryFile": FULL_DISK}, "--seed=1", "out_dir=.*: No space left on device"),
+        (NO_PACKAGE, "--tensorboard=x", "tensorboard=x: .*pip install tensorboard"),
+        (NO_PACKAGE, "--wandb=x", "wandb=x: .*pip install wandb"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_a_machine_lacks_is_one_line_before_the_model_is_built(
+    config_file, monkeypatch, capsys, machine, word, line
+):
+    """mistakes.txt has the lines that need no other machine."""
+    monkeypatch.setattr(train, "build_run", None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    code, _, err = main(monkeypatch, capsys, config_file)
-    line = "error: nproc_per_node=4: there are only 2 GPUs; set at most 2"
-    assert code == 2 and err.startswith(line) and err.count("\n") == 1
-
-
-def test_a_torch_that_is_too_old_is_one_line(config_file, monkeypatch, capsys):
-    monkeypatch.setattr(processes, "torch", SimpleNamespace(Tensor=object, __version__="2.9.1"))
-    code, _, err = main(monkeypatch, capsys, config_file)
-    assert code == 2 and err.startswith("error: torch 2.9.1 is too old; should be 2.11") and err.count("\n") == 1
+    for name, value in machine.items():
+        monkeypatch.setattr(name, value)
+    code, _, err = main(monkeypatch, capsys, config_file, word)
+    assert code == 2 and re.fullmatch(f"error: {line}\n", err)
 
 
 @pytest.mark.parametrize("visible, code", [(None, 2), ("0", 2), ("", 0)])
@@ -861,24 +816,6 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_silent_cpu(config_file, monkeypatch
     assert found == code and err.count("\n") == (code == 2) == ("470.57.02" in err)
 
 
-def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypatch):
-    def broken(_):
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
-
-    monkeypatch.setattr(train.reference, "join", broken)
-    with pytest.raises(UserError) as error:
-        go(configured(tmp_path, tokens_dir))
-    assert "--kernels=torch does: RuntimeError: Failed to find C compiler." in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_missing_package_is_found_before_the_model_is_built(name, tokens_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "find_spec", lambda _: None)
-    monkeypatch.setattr(train, "build_run", None)
-    with pytest.raises(UserError, match=f"{name}=here: .*pip install {name}"):
-        go(configured(tmp_path, tokens_dir, **{name: "here"}))
-
-
 def test_an_error_of_this_gpu_is_no_lost_peer():
     for error in (torch.AcceleratorError("CUDA error"), torch.distributed.DistBackendError("NCCL: out of memory")):
         with pytest.raises(type(error)), lost_peer("rank 0 waited"):
@@ -891,16 +828,6 @@ def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp
     (tmp_path / "out").mkdir()
     with held_elsewhere(tmp_path / "out" / "lock"), pytest.raises(UserError, match="another run is training there"):
         go(configured(tmp_path / "out", tokens_dir))
-    go(configured(tmp_path / "out", tokens_dir, train_iters=1))
-
-
-@pytest.mark.parametrize("ranks, tp, size", few([(3, 1, 1), (4, 2, 2), (1, 1, 5)]))
-def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, size):
-    """Each layout has the same 87 samples."""
-    fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=60)
-    expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=30, **fields))
-    config = configured(tmp_path / "many", tokens_dir, tp=tp, micro_batch_size=size, **fields)
-    assert workers.run(ranks, validation_losses, config) == pytest.approx([expected] * ranks, rel=1e-12)
 
 
 def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir, tmp_path, capsys):
@@ -912,30 +839,21 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir
         for split, dtype in (("val", "fp32"), ("val", "fp64"), ("val", "bf16"), ("test", "fp32")):
             capsys.readouterr()
             go(replace(config, train_iters=0, eval_only=True, split=split, dtype=dtype))
-            name = "validation" if split == "val" else "test"
-            said = re.search(rf" {name} loss at iteration 4 \| lm loss value: (\S+)", capsys.readouterr().out)[1]
-            if split == "val":
-                assert float(said) == pytest.approx(trained, rel=1e-2 if dtype == "bf16" else 1e-6)
+            name, out = "validation" if split == "val" else "test", capsys.readouterr().out
+            said = float(re.search(rf" {name} loss at iteration 4 \| lm loss value: (\S+)", out)[1])
+            assert split == "test" or said == pytest.approx(trained, rel=1e-2 if dtype == "bf16" else 1e-6)
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
-
-
-def test_the_logged_loss_is_the_mean_over_interval_micro_batches_and_ranks(workers, tokens_dir, tmp_path):
-    go(configured(tmp_path / "each", tokens_dir, train_iters=4))
-    workers.run(3, go, configured(tmp_path / "three", tokens_dir, train_iters=4, log_interval=4))
-    losses = [row[0] for row in curve(tmp_path / "each")]
-    assert curve(tmp_path / "three")[0][0] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
 
 def test_metrics_have_every_promised_field(tokens_dir, tmp_path):
     go(configured(tmp_path, tokens_dir, train_iters=2, micro_batch_size=4))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = read_metrics(tmp_path / "metrics.jsonl").values()
     promised = (
         "iteration train_iters processes consumed_samples consumed_tokens lm_loss grad_norm lr loss_scale "
         "global_batch_size seq_length skipped_iterations nan_iterations iteration_ms samples_per_second "
         "tokens_per_second tflops hardware_tflops mfu timers_ms"
     ).split()
-    assert len(rows) == 2 and set(rows[0]) == set(promised) and set(rows[1]) == {*promised, "validation_loss"}
-    assert rows[0]["mfu"] == "unknown" and len(repr(rows[0]["lm_loss"])) > 12
+    assert {*first} == {*promised} == {*second} - {"validation_loss"}
 
 
 @pytest.mark.slow
