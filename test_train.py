@@ -789,7 +789,6 @@ TWO_GPUS = {"torch.cuda.is_available": lambda: True, "torch.cuda.device_count": 
         (NO_PACKAGE, "--tensorboard=x", "tensorboard=x: .*pip install tensorboard"),
         (NO_PACKAGE, "--wandb=x", "wandb=x: .*pip install wandb"),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_what_a_machine_lacks_is_one_line_before_the_model_is_built(
     config_file, monkeypatch, capsys, machine, word, line
