@@ -421,8 +421,8 @@ def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
     for i in range(7):  # 2, 2 and 3 files
         write_lines(tmp_path / f"in/{i}.jsonl", [f"document {i} {j}" for j in range(2 if i < 2 else 20)])
     trained(300).save(str(tmp_path / "tokenizer.json"))
-    options = [f"--tokenizer={tmp_path}/tokenizer.json", "--split=80,15,5"]
-    words, n, out = [tmp_path / "in", *options], 3, tmp_path / "a set"
+    words = [tmp_path / "in", f"--tokenizer={tmp_path}/tokenizer.json", "--split=80,15,5"]
+    n, out = 3, tmp_path / "a set"
     assert [job(tmp_path, n, out, *words, task=task)[0] for task in (1, 0, 3)] == [0, 0, 2]
     assert job(tmp_path, n, out) == (2, f"error: {out}.2 is not finished; submit the array again\n")
     assert job(tmp_path, n, out, *words, task=2)[0] == 0
