@@ -16,7 +16,7 @@ from tqdm import tqdm
 import config as configuration
 from accounts import draw
 from accounts.devices import DEVICES
-from accounts.search import PLAIN, SHORT, model_of
+from accounts.search import FIELDS, PLAIN, model_of
 from errors import UserError, exit_on_user_error, explained
 from options import Parser
 from parallel import schedules
@@ -60,7 +60,7 @@ AXES = {  # of each table: a row depends on these choices
 
 
 def pictures(name, chunks, **options):
-    """Return [title, rows of boxes, notes], as `python -m accounts.draw` prints them."""
+    """Return [title, [(label, boxes) of a rank], notes] of `python -m accounts.draw`. Few schedules have several chunks."""
     words = [f"--{option}={value}" for option, value in options.items()]
     return drawn(name, chunks if schedules.usual_chunks(name) > 1 else 1, *words)
 
@@ -89,10 +89,8 @@ def bytes_of_ranks(model, m, dp=1, **fields):
     samples = fields.get("micro_batch_size", 1)
     c = replace(facts.config, **PLAIN | fields, global_batch_size=samples * m * dp)
     configuration.check(c, dp * c.tp * c.pp)
-    layout = facts.layout(dp, *(getattr(c, name) for name in [*PLAIN][:-1]))
-    rounds, extra = SHORT.get(c.schedule, (m, 0))
-    few = min(m, rounds * c.pp + extra)  # they have the peak of many
-    return [facts.on_gpu(c, layout, few, rank) for rank in range(c.pp)]
+    layout = facts.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
+    return [facts.on_gpu(c, layout, m, rank) for rank in range(c.pp)]
 
 
 def states(**choices):

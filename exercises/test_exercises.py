@@ -189,7 +189,7 @@ def test_what_an_answer_changes_elsewhere_is_listed():
 
 
 def test_a_class_is_graded(tmp_path, monkeypatch, capsys):
-    """Each row says what it is, whatever a student wrote; a folder that is damaged stops nobody."""
+    """Each folder has a row. A damaged folder does not stop the table."""
     texts = {
         "right": changed(8, [(WARMUP, WARMUP.replace("1 - rank", "rank - 1"))]),
         "other": changed(8, [("def gpipe(stages", "def gpipe(ranks")]),
