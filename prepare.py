@@ -191,8 +191,9 @@ def read_column(path, name):
 
 
 def encode_block(source, text_key, weights, block):
-    """Return [(split, tokens, whether the document ends here)] of the Parts, a line for each bad one, and the number of
-    unknown tokens.
+    """Encode the Parts of a block.
+
+    Return ([(split, tokens, whether the document ends here)], a line for each bad Part, the number of unknown tokens).
     """
     tokenizer, encoded, problems = load_tokenizer(source), [], []
     tokenizer.unknown = 0

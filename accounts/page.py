@@ -60,7 +60,7 @@ AXES = {  # of each table: a row depends on these choices
 
 
 def pictures(name, chunks, **options):
-    """Return [title, [(label, boxes) of a rank], notes] of `python -m accounts.draw`. Few schedules have several chunks."""
+    """Return [title, [(label, boxes) of a rank], notes] of `accounts.draw`. Few schedules have several chunks."""
     words = [f"--{option}={value}" for option, value in options.items()]
     return drawn(name, chunks if schedules.usual_chunks(name) > 1 else 1, *words)
 

@@ -43,6 +43,7 @@ MAY_CHANGE = "max_position_embeddings dropout init_method_std".split()
 MUST_MATCH = [*(name for name in SECTIONS["model"] if name not in MAY_CHANGE), "seed", "optimizer", "tokenizer"]
 COUNTERS = {"iteration", "consumed_samples", "updates"}
 REMEDY = "use another checkpoint: remove this one, or set --resume"
+PART = 1 << 24  # bytes of a file that are read at once
 THREADS = 4  # a flush waits for the disk, so more threads than cores are useful
 
 
@@ -93,7 +94,7 @@ def crc(path):
     """Return the CRC-32 of a file."""
     total = 0
     with open(regular(path), "rb") as file:
-        while part := file.read(1 << 24):
+        while part := file.read(PART):
             total = zlib.crc32(part, total)
     return f"{total:08x}"
 

@@ -355,8 +355,9 @@ def test_one_flipped_bit_or_another_size_is_named_on_every_rank(workers, trained
     config = configured(tmp_path / "run", trained[1], num_layers=3, **layout)
     check(config, ranks)
     dice, damages = random.Random(str(layout)), []
-    files = json.loads((folder / "index.json").read_text())["files"].keys() - {*train.COPY}
-    for name in ["index.json", train.COPY[0], *dice.sample(sorted(files), 8)]:
+    files = json.loads((folder / "index.json").read_text())["files"].keys()
+    assert {*files, "index.json"} == {path.name for path in folder.iterdir()}
+    for name in ["index.json", train.COPY[0], *dice.sample(sorted(files - {*train.COPY}), 8)]:
         content = (folder / name).read_bytes()
         places = 0, dice.randrange(len(content)), len(content) - 1
         damages += [(name, flipped(content, place, dice.randrange(8))) for place in places]
@@ -366,6 +367,13 @@ def test_one_flipped_bit_or_another_size_is_named_on_every_rank(workers, trained
         for text, (damaged, _) in zip(said, damages, strict=True):
             assert text and text.startswith(f"{folder}/{damaged}: damaged"), (text, damaged)
         assert all(size in text for size, text in zip(sizes, said[-2:], strict=True)), said[-2:]
+
+
+def test_the_sum_of_a_long_file_is_that_of_all_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PART", 100)
+    content = random.Random(0).randbytes(250)
+    (tmp_path / "long").write_bytes(content)
+    assert checkpoint.sums_of(tmp_path, ["long"]) == {"long": f"{zlib.crc32(content):08x}"}
 
 
 WRONG = {  # keys of index.json: wrong values
