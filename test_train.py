@@ -716,8 +716,6 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
     command = str(error.value).rpartition(" with: ")[2].replace("python train.py --tp=2", "env")
     joined = subprocess.check_output(command, shell=True, text=True).split()
     assert {*"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500".split()} <= {*joined}
-    guide = re.sub(r"\s*\\\n\s*", " ", (HERE / "GUIDE.md").read_text("utf-8"))
-    assert processes.LAUNCHERS[launcher] in guide
 
 
 @pytest.mark.parametrize("world, loopback", [("2", True), ("4", False)])
