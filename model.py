@@ -5,10 +5,10 @@
     block:   x + dropout(proj(attention(qkv(ln1(x)))))
              x + dropout(fc2(gelu(fc1(ln2(x)))))
 
-x is [n, h]: n = b s tokens of b samples, sample after sample, and h is the hidden size. With
-sequence parallelism each of the t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et
-al. 2019) GELU has its tanh form, linears have biases, positions are learned, and the word table is
-used twice. With ReLU it is OPT (Zhang et al. 2022). Attention probabilities have no dropout.
+x is [n, h]: n = b s tokens of b samples, sample after sample. With sequence parallelism each of the
+t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et al. 2019) GELU has its tanh form,
+linears have biases, positions are learned, and the word table is used twice. With ReLU it is OPT
+(Zhang et al. 2022). Attention probabilities have no dropout.
 
 A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two
 units the executor (`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A
@@ -17,8 +17,6 @@ buffers.
 
 Number of parameters: v h + s h + L (12 h^2 + 13 h) + 2 h. The vocabulary v is rounded up to a
 multiple of 128.
-
-`GPT` runs the units of any model: --model=NAME takes `units` of NAME.py.
 """
 
 import math
@@ -57,7 +55,7 @@ class MicroBatch:
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
-    real_losses: bool = False  # `Executor.real_losses`
+    real_losses: bool = False
     caches: list | None = None  # in generation: past keys and values of each block
 
     def __setattr__(self, name, value):
@@ -86,11 +84,11 @@ class Block(nn.Module):
         self.ln2 = LayerNorm(f"{name}.ln2", h, ops)
         self.mlp = MLP(c, name, std, residual_std, tp, ops)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
-        self.cp = cp if c.cp > 1 else None  # the ranks that share each sample
+        self.cp = cp if c.cp > 1 else None
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
-        x, y = self.ln1(x)  # x as it is, and its LayerNorm
+        x, y = self.ln1(x)  # y: LayerNorm of x
         y = self.attention(y, batch)
         x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and its LayerNorm
         y = self.mlp(y, batch)
@@ -157,9 +155,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
-    In training, forward returns nan, and backward writes the losses there (`LinearCrossEntropy`). A
-    head that computes with its losses gets real ones, and computes its logits twice
-    (`Executor.real_losses`).
+    In training, forward returns nan, and backward writes the losses there (`LinearCrossEntropy`).
+    For a head that computes with its losses see `Executor.real_losses`.
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
@@ -181,7 +178,7 @@ class Head(nn.Module):
 
 
 def units(c, tp, ops, cp):
-    """Return the units of GPT-2. `llama.py`, or your own file, has this function, too."""
+    """Return the units of GPT-2. --model=NAME calls this function of NAME.py."""
     word = VocabParallelEmbedding("word", c.vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops)
     blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
     head = Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)
@@ -220,7 +217,7 @@ class GPT(nn.Module):
         return {spec.name: spec for unit in self.unit_specs for spec in unit}
 
     def num_parameters(self):
-        """Return the number of parameters, padding too."""
+        """Return the number of parameters, with the padding."""
         return sum(math.prod(spec.shape) for spec in self.specs().values())
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):

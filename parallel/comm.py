@@ -12,9 +12,9 @@ N is a size in bytes. The right column is the cost of the ring algorithm, which 
 cut along their first dimension. A collective over an axis (a group of ranks, `mesh.Axis`) with one
 rank sends and counts nothing.
 
-Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the
-caller computes between the two overlaps with the communication. On Gloo, `wait` blocks the host.
-`agree` and `gather_objects` send small Python objects outside of a step, uncounted.
+Each call starts the communication and returns a `Pending`. What the caller computes before its
+`.wait()` overlaps with the communication. `agree` and `gather_objects` send small Python objects
+outside of a step, uncounted.
 """
 
 import contextlib
@@ -32,19 +32,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-# The factor of (n-1)/n N in the table above.
+# The factor of (n-1)/n N.
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 NOT_A_STEP = ("setup", "evaluate", "log")  # phases outside of a step
 
 
 class Ledger:
-    """Counts calls and bytes by (phase, axis, what, operation). what: for example "gradients"."""
+    """Counts calls and bytes by (phase, axis, what, operation)."""
 
     def __init__(self):
         self.rows = {}
 
     def count(self, operation, axis, what, whole):
-        """Return the number of such calls so far. whole: the tensor of N bytes in the table."""
+        """Return the number of such calls so far. whole: the tensor of N bytes."""
         row = self.rows.setdefault((axis.watch.phase, axis.name, what, operation), [0, Fraction(0)])
         row[0] += 1
         row[1] += sent_bytes(operation, axis.size, whole.numel() * whole.element_size())
@@ -61,14 +61,14 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """Return the bytes that a rank sends. whole_bytes: N in the table above."""
+    """Return the bytes that a rank sends. whole_bytes: N."""
     if operation == "send":
         return whole_bytes
     return Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
 def group_options(backend, timeout=None):
-    """Return the options of a new group: NCCL gets a CUDA stream of high priority. Gloo: None.
+    """Return the options of a new group: with NCCL, a CUDA stream of high priority.
 
     With normal priority, a communication could wait for a matrix product that fills the whole GPU.
     """
@@ -167,8 +167,7 @@ def send(x, axis, to, what, tag=0):
 def receive(shape, like, axis, source, tag=0):
     """Start to receive a tensor from rank `source`. like: an object with its dtype and device.
 
-    Both ranks of a pair must start a group's messages in one order (`simulation.messages`). Gloo
-    matches them by tag.
+    Both ranks of a pair must start a group's messages in one order (`simulation.messages`).
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message("receive", x, axis, source, "", tag)
@@ -187,8 +186,7 @@ def _message(operation, x, axis, peer, what, tag):
 def agree(axis, action):
     """Run `action` on every rank. Raise the first rank's UserError, if any, on all ranks.
 
-    So no rank waits for a rank that has stopped. The error names the host if another host has no
-    such error.
+    The error names the host if another host has no such error.
     """
     error = result = None
     try:

@@ -1,6 +1,6 @@
 """The units, buckets and shards of each rank, computed from the configuration alone.
 
-`unit_specs` describes the model: unit_specs[i] is the list of the `tensor.ParamSpec`s that unit i uses.
+unit_specs[i]: the `tensor.ParamSpec`s that unit i uses.
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -9,7 +9,7 @@
     shard       one of the equal parts of a bucket, if ZeRO divides it over data ranks
 
 The parameters of a bucket lie in its flat buffer in this order, each at a multiple of ALIGN elements. So gradient norm
-and weight decay need only a few slices, even if a shard begins or ends inside a parameter:
+and weight decay need only a few slices:
 
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                   ^
@@ -60,7 +60,7 @@ class BucketLayout:
     """Positions of one bucket's parameters in the flat buffer.
 
     specs: ParamSpecs in the order of the buffer; specs[i] begins at offsets[i]. ranges: without the padding at the end.
-    size: number of elements with padding. It has `data_ranks` equal aligned parts. tp: the ranks that cut tensors.
+    size: number of elements with padding. It has `data_ranks` equal aligned parts. tp: the number of tp ranks.
     """
 
     def __init__(self, name, specs, tp, data_ranks):
@@ -95,7 +95,7 @@ class BucketLayout:
 
 
 def split(units, parts):
-    """Cut `units` (embedding, blocks, head) into `parts` consecutive lists. The numbers of blocks differ by at most 1.
+    """Cut `units` (embedding, blocks, head) into `parts` consecutive lists.
 
     If blocks are left over, middle parts get one first: the outer parts also have embedding or head.
     """
@@ -121,8 +121,8 @@ def all_buckets(unit_specs, tp, data_ranks):
 class Layout:
     """The layout of `config` on `data_ranks` ranks that share parameters (dp cp).
 
-    schedule: a Schedule with any number of micro-batches. shards: the number of shards of a bucket (ZeRO stage 0: 1).
-    buckets: `all_buckets` of another Layout with the same unit_specs, tp and data_ranks.
+    schedule: with any number of micro-batches. shards: the number of shards of a bucket (ZeRO stage 0: 1). buckets:
+    `all_buckets` of another Layout with the same unit_specs, tp and data_ranks.
     """
 
     def __init__(self, config, data_ranks, unit_specs, schedule, buckets=None):
@@ -132,7 +132,7 @@ class Layout:
         parts = split(range(len(unit_specs)), max(schedule.parts) + 1)
         self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices
         self.placement = schedule.placement
-        self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in unit_specs]  # of each unit
+        self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in unit_specs]
         self.all_buckets = buckets or all_buckets(unit_specs, config.tp, data_ranks)
         self.holders_of = {name: set() for name in self.all_buckets}
         for chunk, units in enumerate(self.units):
@@ -142,7 +142,7 @@ class Layout:
     def check_holders(self):
         """Raise UserError if torch would give a group of holders several names.
 
-        Its name has the number of groups that a rank made before: all members must have made equally many.
+        The name has the number of groups that a rank made before.
         """
         made, first = Counter(), {}  # first: {holders: a bucket}
         for name in sorted(self.holders_of):
@@ -170,7 +170,7 @@ class Layout:
         return sorted(self.holders_of[name])
 
     def passes(self, schedule, rank):
-        """Return {bucket name: gradients of a step}: one for each micro-batch and chunk that uses the bucket."""
+        """Return {bucket name: number of its gradients in a step}."""
         forwards = [self.names(self.units[chunk]) for kind, _, chunk in schedule.actions[rank] if kind == "F"]
         count = Counter(itertools.chain(*forwards))
         return {name: count[name] for name in self.buckets(rank)}
@@ -179,9 +179,8 @@ class Layout:
 def replica_sums(c, data_ranks, r):
     """Return the name in the ledger if the gradients of a Range must be summed over tp, otherwise None.
 
-    With sequence parallelism each tp rank has summed its own tokens, and inside a pair of linears its own heads or
-    columns. Otherwise the gradients are equal, but NCCL may add in another order for each tp rank. With more than two
-    data ranks the last digits then differ, and the copies of a parameter would drift apart.
+    Without sequence parallelism the gradients are equal, but NCCL may add in another order for each tp rank. With more
+    than two data ranks the last digits then differ, and the copies of a parameter would drift apart.
     """
     if r.cut:
         return None
@@ -201,10 +200,10 @@ def tokens_of_rank(c):
 
 
 def build_for(c, microbatches):
-    """Return the checked Schedule of a configuration. microbatches: of each data rank."""
+    """Return the checked Schedule of a configuration."""
     return build(c.schedule, c.pp, microbatches, c.chunks)
 
 
 def number_of_micro_batches(c, samples, data_ranks):
-    """Return m of a data rank in a step of `samples`. The cp ranks share a micro-batch."""
+    """Return m of a data rank in a step of `samples`."""
     return samples * c.cp // (c.micro_batch_size * data_ranks)

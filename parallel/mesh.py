@@ -8,16 +8,14 @@ The tp index changes fastest, then pp, then dp:
 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most, gets the fastest
 connections, the pipeline those inside a rack, and data parallelism those between racks. With
-order=pp-dp-tp, as in Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
-plan.py compares both.
+order=pp-dp-tp, as in Megatron-LM, dp lies inside pp.
 
 With context parallelism, cp ranks (next to tp) share each sample. Their parameters are equal, as
 over dp. So the *data ranks*, which sum gradients, are the dp cp ranks of the axis `data`.
 
-A rank is in one process group per axis. NCCL runs the collectives of a group, and the messages
-between two ranks, one after another. So two axes have a second group: pp for messages to lower
-ranks (`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum gradients, because a sum must not delay
-the next gather.
+NCCL runs the communications of a process group one after another. So two axes have a second group:
+pp for messages to lower ranks (`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum gradients,
+because a sum must not delay the next gather.
 """
 
 import functools
@@ -62,11 +60,10 @@ def grid(world, tp, pp, cp, order):
 
 
 class Mesh:
-    """The axes data, pp, cp, tp and world of this process. timeout: seconds; order: see config.py.
+    """The axes of this process. timeout: seconds. reader: (i, n): this rank reads every n-th micro-batch from i on.
 
-    reader: (i, n): this rank reads every n-th micro-batch from number i on. Mesh, `holders`,
-    `cut_data` and `second` make groups: all their ranks must call these at the same point of the
-    program.
+    Mesh, `holders`, `cut_data` and `second` make groups: all their ranks must call these at the same
+    point of the program.
     """
 
     def __init__(self, tp=1, pp=1, cp=1, timeout=600.0, order="dp-pp-tp"):
@@ -93,7 +90,7 @@ class Mesh:
         return cls(c.tp, c.pp, c.cp, c.comm_timeout, c.order)
 
     def holders(self, pp_ranks):
-        """Return the axis of the pipeline ranks `pp_ranks` (ascending) that keep a bucket."""
+        """Return the axis of the pipeline ranks `pp_ranks` (ascending)."""
         ranks = [self.pp.ranks[i] for i in pp_ranks]
         return self._axis("holders", ranks, pp_ranks.index(self.pp.rank))
 

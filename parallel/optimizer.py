@@ -4,16 +4,14 @@ Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam
 The slide subtracts the gradient from the moments m and v, has epsilon inside the root, and corrects
 the bias by a factor b^(t+1) with an undefined b.
 
-A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin
-anywhere. Its keyword arguments:
+A rule changes one range of a rank's flat buffers in place, elementwise. Its keyword arguments:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
 If a rule names a *fused* operation, training runs this operation of `reference.py` or `kernels.py`
-instead: the same update in one pass over memory. To change such a rule, edit its function and
-remove its `fused` in RULES.
+instead. To change such a rule, edit its function and remove its `fused` in RULES.
 """
 
 import itertools
@@ -29,7 +27,7 @@ from parallel.muon import muon
 
 
 def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
-    """SGD: w -= lr (scale g + decay w). Slide "SGD (確率的勾配降下法)"."""
+    """SGD: w -= lr (scale g + decay w)."""
     weight.mul_(1 - lr * decay).add_(gradient, alpha=-lr * scale)
 
 
@@ -54,10 +52,9 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 
 # --- layer-wise rates, for large batches ----------------------------------------------------------
 #
-# Slide "データ並列": LARS and LAMB give every tensor its own rate: the norm of an update becomes
-# proportional to the norm of the tensor. The first half of such a rule is elementwise and
-# overwrites the gradient with a direction. The second needs norms of whole tensors. `layerwise` is
-# False for biases and LayerNorms: their rate is `lr`.
+# Slide "データ並列": LARS and LAMB make the norm of a tensor's update proportional to the norm of the
+# tensor. The first half of such a rule is elementwise and overwrites the gradient with a direction.
+# The second needs norms of whole tensors. `layerwise` is False for biases and LayerNorms.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -108,8 +105,7 @@ RULES = {
 def update(c, buckets, scalars, ops, device):
     """Update this rank's shard of every `zero.Bucket`. It may overwrite their `master_grad`.
 
-    scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are
-    summed (with offload the state is on the CPU).
+    scalars: `reference.UpdateScalars`. device: where norms are summed.
     """
     rule = RULES[c.optimizer]
     constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
@@ -148,7 +144,7 @@ def tensor_norms(tensors, device):
     """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
     tensors: [(Bucket, Piece)]. All holders of a tensor take the sums of the first holder: their own
-    may differ in the last digits, and copies would drift apart.
+    may differ in the last digits.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
     rows_of, cut_by = {}, {}  # {Axis of holders, Axis that cuts a tensor: its rows of `squares`}
@@ -171,14 +167,11 @@ def tensor_norms(tensors, device):
 def learning_rate(c, update):
     """Return the learning rate, float64, of an update (or of a tensor of them), counted from 1.
 
-    A linear warm-up rises to `lr`. Then `constant` stays there. The other styles fall to `min_lr`,
-    which they reach at update `lr_decay_iters` (if 0: at `train_iters`); wsd falls only in the last
-    `lr_wsd_decay_iters` updates.
+    The style wsd (warm-up, stable, decay): Hu et al., arXiv 2404.06395.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
     update = torch.as_tensor(update, dtype=torch.float64)
-    # wsd: Hu et al., arXiv 2404.06395
     decay = c.lr_wsd_decay_iters if c.lr_decay_style == "wsd" else max(1, end - warmup)
     remaining = ((end - update) / decay).clamp(0, 1)
     if c.lr_decay_style == "cosine":
@@ -191,9 +184,7 @@ def learning_rate(c, update):
 class LossScale:
     """Dynamic loss scale of fp16: large, so that small gradients do not become 0, without overflow.
 
-    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). Each
-    overflow halves it, from the `hysteresis`-th on. After `window` steps without overflow it
-    doubles.
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose.
     """
 
     def __init__(self, config, dtype_name):

@@ -1,7 +1,7 @@
 """Execute a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
 The first forms are `ladder/rung09` and `10`: `recv` there is `_take` here, `isend` is `_give`.
-A rank runs its list of actions (`schedules.py`). For micro-batch j and a chunk of units:
+For micro-batch j and a chunk of units:
 
     F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
@@ -19,9 +19,6 @@ So ZeRO and recomputation are plain code between units, not hooks. With full rec
 keeps only x and runs again just before its backward (Chen et al., arXiv 1604.06174). A bucket's
 gradient is reduced as soon as it is complete, while backward continues (as in PyTorch's DDP, Li et
 al., arXiv 2006.15704).
-
-All ranks post their messages in one common order, which prevents a deadlock
-(`simulation.messages`).
 """
 
 import itertools
@@ -35,19 +32,18 @@ from parallel.comm import receive, send
 from parallel.layout import build_for, rows_outside
 from parallel.zero import free
 
-# the names under which comm.py counts bytes
 SENT = {"activation": "activations", "gradient": "gradients of activations"}
-METHODS = {  # {kind of an action: (method of Executor, phase of the watch)}
+METHODS = {  # (method of Executor, phase of the watch)
     "F": ("forward", "forward"),
     "B": ("backward", "backward"),
     "I": ("input_gradient", "backward"),
     "W": ("weight_gradient", "backward"),
 }
-IN_TRANSIT = 2  # the most unfinished sends of a rank; with more it waits for the oldest
+IN_TRANSIT = 2  # the most unfinished sends of a rank
 
 
 class Chunk:
-    """Consecutive units on this rank. buckets[i]: the `zero.Bucket`s that unit i uses.
+    """Consecutive units on this rank. buckets[i]: those that unit i uses.
 
     reduce_after[i]: the buckets whose gradient is complete after the backward of unit i.
     release_after[i]: those that forward does not need after unit i.
@@ -55,7 +51,7 @@ class Chunk:
 
     def __init__(self, units, buckets):
         self.units, self.buckets = units, buckets
-        self.reduce_after = first_uses(buckets)  # backward ends with the first unit
+        self.reduce_after = first_uses(buckets)
         self.release_after = first_uses(buckets[::-1])[::-1]
 
 
@@ -73,7 +69,7 @@ class PipelineStep:
     """A step, or a validation, on this rank."""
 
     schedule: schedules.Schedule
-    mail: object = None  # the Mailbox
+    mail: object = None
     unread: object = None  # an iterator of the MicroBatches that are not in `batches` yet
     factor: float = 0.0  # of each micro-batch's mean loss in backward
     passes: dict = field(default_factory=dict)  # {bucket's name: backwards that still add to its gradient}
@@ -82,10 +78,10 @@ class PipelineStep:
 
 
 class Executor:
-    """This rank's part of every step. schedule: a Schedule with any number of micro-batches."""
+    """This rank's part of every step."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule):
-        """Connect the ranks of the pipeline. All must call this at the same point of the program."""
+        """schedule: with any number of micro-batches. All ranks must call this at the same point of the program."""
         self.zero, self.config, self.layout = zero, config, layout
         self.mesh, self.watch = mesh, mesh.watch
         self.schedules = {}  # number of micro-batches: (Schedule, Messages, passes)
@@ -99,15 +95,15 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.training_schedule = schedule
-        self.step = PipelineStep(schedule)  # the latest one
+        self.step = PipelineStep(schedule)
         self.real_losses = False  # the head computes with its losses, so forward computes them, too
         connect(mesh, schedule, zero.device)
 
     def run(self, batches, count, factor):
         """Run forward and backward of `count` MicroBatches from the iterator `batches`.
 
-        factor: of each micro-batch's mean loss in backward. Return the sum of the mean losses,
-        without the factor: float64 [] on the device, 0 on ranks without the head.
+        Return the sum of the mean losses, without the factor: float64 [] on the device, 0 on ranks
+        without the head.
         """
         schedule, messages, passes = self.prepared(count)
         self.step = PipelineStep(schedule, unread=batches, factor=factor, passes=dict(passes))
@@ -157,7 +153,7 @@ class Executor:
     # --- the actions ------------------------------------------------------------------------------
 
     def forward(self, j, c):
-        """F: run a chunk's units on micro-batch j. In training, keep inputs and outputs for B."""
+        """F: run a chunk's units on micro-batch j."""
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
         y = None if self.step.schedule.parts[c] == 0 else self._take("activation", j, c)
         batch.real_losses = self.real_losses
@@ -226,7 +222,7 @@ class Executor:
         chunk, products = self.chunks[c], deque(self.deferred.pop((j, c)))
         for bucket in itertools.chain(*chunk.reduce_after):
             bucket.open_gradient()
-        # in the order of backward, which is also the order of the products
+        # in the order of backward
         for of_unit, complete in zip(chunk.buckets[::-1], chunk.reduce_after[::-1], strict=True):
             names = [bucket.name for bucket in of_unit]
             while products and products[0].w.spec.bucket in names:
@@ -272,10 +268,7 @@ def axis_to(mesh, source, destination):
 
 
 def connect(mesh, schedule, device):
-    """Send one number over each connection between ranks in both directions.
-
-    A pair's first message connects it on NCCL, and both programs stand still meanwhile.
-    """
+    """Send one number between the ranks of each pair: on NCCL, a pair's first message stops both programs."""
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
     pairs = {(schedule.placement[a], schedule.placement[b]) for a, b in below if b is not None}
     # sorted: with one order on all ranks, they wait in no circle

@@ -1,37 +1,34 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
-The first forms are `ladder/rung09`, `10` and `13` to `16`. The model is cut into stages, one on
-each rank, the batch into micro-batches. A micro-batch runs forward from the first stage to the
-last, then backward to the first. It is *in flight* from its forward to the end of its backward, and
-its activations fill memory. The *bubble* is the share of time in which a rank waits. A schedule is
-a list of actions for each rank, made by a function of this file. The same lists are checked,
-simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b`
-(F forward, B backward, twice as long, . idle):
+The first forms are `ladder/rung09`, `10` and `13` to `16`. A micro-batch runs forward from the first
+stage to the last, then backward to the first. It is *in flight* from its forward to the end of its
+backward, and its activations fill memory. The *bubble* is the share of time in which a rank waits. A
+schedule is a list of actions for each rank, made by a function of this file. The same lists are
+checked, simulated, drawn and executed. `python -m accounts.draw 1f1b --stages=3 --microbatches=5`
+(F forward, B backward, . idle):
 
-    rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
-    rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
-    rank 2  ......F0 F1 ......B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- F6 B5--- F7 B6--- ...B7--- ............
-    rank 3  .........F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- F6 B6--- F7 B7--- ..................
+    rank 0  F0 F1 F2 ............B0--- F3 B1--- F4 B2--- ...B3--- ...B4---
+    rank 1  ...F0 F1 ......B0--- F2 B1--- F3 B2--- F4 B3--- ...B4--- ......
+    rank 2  ......F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- ............
 
                    bubble                                        in flight on rank r   costs
     gpipe          (p-1) / (m+p-1)                               m
     1f1b           (p-1) / (m+p-1)                               p-r
     interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v        (vp-1)/(p-1) times the messages
     zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                     keeps output gradients until W
-    zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
+    zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  as zb-h1
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
 
 There are p stages and m micro-batches. A rank has v chunks, each a part of the model. F, I and
 W are the durations of forward, input gradient and weight gradient on a whole stage, and B = I +
-W. "In flight" counts activations of one micro-batch on a whole stage, for large m. The bubbles are
-those of `simulate` under conditions: zb-h1 needs W <= min(F, I) and m >= p; zb-h2 needs W <= min(F,
-I) and m >= 2p-1; zb-v needs W <= F <= I and m >= 2p-1; chimera needs p >= 2 and m a multiple of p.
+W. "In flight" counts activations of one micro-batch on a whole stage, for large m. The bubbles hold
+under conditions: zb-h1 needs W <= min(F, I) and m >= p; zb-h2 needs W <= min(F, I) and m >= 2p-1;
+zb-v needs W <= F <= I and m >= 2p-1; chimera needs p >= 2 and m a multiple of p.
 
-The bubble has two definitions. The papers and this table count a rank's *own time*, from its first
-action to its last. In train.py all ranks end a step together, because they wait for the gradient
-norm. So the *whole step* counts, from the first action of any rank to the last. With p = 4, m = 8
-and F = I = W, zb-h2's bubble is 0.0000 of its own time, but 0.1111 of the whole step.
+The papers and this table count a rank's *own time*, from its first action to its last. In train.py
+all ranks end a step together, because they wait for the gradient norm. So the *whole step* counts,
+from the first action of any rank to the last. For zb-h2 this is 0.1111, not 0 (p = 4, m = 8, F = I = W).
 """
 
 import inspect
@@ -46,8 +43,7 @@ from errors import UserError
 class Action(NamedTuple):
     """One computation of a rank, for one micro-batch in one chunk of the model.
 
-    B may be cut into I, then W. W computes the weight gradients of the blocks' linears, I all
-    others.
+    W computes the weight gradients of the blocks' linears, I all others.
     """
 
     kind: str  # F forward, B backward, I, or W
@@ -59,7 +55,7 @@ class Action(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The actions of all ranks. Ranks, chunks and micro-batches count from 0."""
+    """The actions of all ranks."""
 
     name: str
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
@@ -87,7 +83,7 @@ def downstream(schedule, chunk):
 
 
 def forward_only(schedule, microbatches):
-    """Return a Schedule for validation: forwards through the first pipeline, as early as possible."""
+    """Return a Schedule for validation: forwards through the first pipeline."""
     chunks, actions = pipelines(schedule)[0], [[] for _ in schedule.actions]
     v = len(chunks) // len(actions)
     forwards = product(chunks, range(microbatches))
@@ -147,7 +143,7 @@ def interleaved(stages, microbatches, chunks=2):
 
 
 def zb_h1(stages, microbatches, chunks=1):
-    """ZB-H1: 1F1B with B cut into I and W. The previous rank waits only for I, so W fills idle time.
+    """ZB-H1: 1F1B with B cut into I and W. The previous rank waits only for I. W fills idle time.
 
     Each W of rank r is r micro-batches late. Qi et al., arXiv 2401.10241, section 2.1, figure 3.
     """
@@ -155,10 +151,7 @@ def zb_h1(stages, microbatches, chunks=1):
 
 
 def zb_h2(stages, microbatches, chunks=1):
-    """ZB-H2: twice the warm-up and the delay of ZB-H1. Each rank begins and ends after the one before.
-
-    Qi et al., arXiv 2401.10241, section 2.2, figure 3.
-    """
+    """ZB-H2: twice the warm-up and the delay of ZB-H1. Qi et al., arXiv 2401.10241, section 2.2, figure 3."""
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
 
 
@@ -171,7 +164,7 @@ def zero_bubble(stages, microbatches, factor):
     return actions
 
 
-# First reading: stop here, and look at `each` to `straight` below. zb_v and chimera follow.
+# First reading: skip zb_v and chimera.
 
 
 def zb_v(stages, microbatches, chunks=2):
@@ -189,7 +182,7 @@ def zb_v(stages, microbatches, chunks=2):
     r-1 turns later, to the place of W. The last p actions W move 2r turns later. If m < p, the
     actions of micro-batches m .. p-1 are left out.
 
-    Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB).
+    Qi et al., arXiv 2401.10241 and 2405.15362 (V-ZB).
     """
     p, m = stages, max(stages, microbatches)
     if p == chunks == 1:
@@ -226,8 +219,7 @@ def chimera(stages, microbatches, chunks=1):
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk
     2p-1-r). Even micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the
     micro-batches of one direction. On part i, micro-batch k has its F in slot i + 2k and its B in
-    slot 2p-1 - i + 2k. The directions never need the same slot: F and F, B and B differ in parity;
-    F and the other direction's B lie 2 or more slots apart. The next group begins 2p slots later.
+    slot 2p-1 - i + 2k. The directions never need the same slot. The next group begins 2p slots later.
     Li and Hoefler, arXiv 2107.06925, section 3. Raises UserError if p is odd and not 1.
     """
     p = stages
@@ -254,7 +246,7 @@ def each(kind, microbatches, chunk):
 
 
 def alternate(*lists):
-    """Return a0 b0 a1 b1 ..., one item of each list in turn. None is skipped."""
+    """Return a0 b0 a1 b1 ..., without each None."""
     return [action for turn in zip_longest(*lists) for action in turn if action]
 
 

@@ -164,12 +164,12 @@ def run_in_order(schedule, cost, comm):
 
 
 class Message(NamedTuple):
-    source: int  # rank
-    destination: int  # rank
+    source: int
+    destination: int
     kind: str  # "activation" or "gradient"
     microbatch: int
-    producer: Action  # the source's action
-    consumer: Action  # the destination's action
+    producer: Action
+    consumer: Action
 
 
 def messages(schedule):
@@ -177,14 +177,13 @@ def messages(schedule):
 
     NCCL runs the messages between two ranks in the order in which each rank posts (starts) them. So
     all ranks need one order: that in which the messages become ready in a simulation.
-    `pipeline.Mailbox` has a queue of its rank's messages:
+    `pipeline.Mailbox` has a queue:
 
         before the first action and after each: post from the front of the queue, up to the first
             send whose tensor is not yet computed (isend and irecv do not wait)
         before an action: wait for the message that this action consumes
 
-    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`). With
-    one group, a send that is ready would wait for receives that are not.
+    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`).
     """
     consumers = {}  # {producer: its only consumer on another rank}
     for action, needs in prerequisites(schedule).items():

@@ -2,9 +2,8 @@
 
 The first forms are `ladder/rung11`, `17` and `18` (n there is t here). Shoeybi et al., Megatron-LM
 (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198), section
-4.2. A block has two pairs of linears: qkv and proj around attention, fc1 and fc2 in the MLP. The
-first of a pair is cut by its outputs (column parallel), the second by its inputs (row parallel).
-Inside a pair nothing is sent:
+4.2. A block has two pairs of linears: qkv and proj, fc1 and fc2. The first of a pair is cut by its
+outputs (column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -17,24 +16,21 @@ Inside a pair nothing is sent:
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-Each tensor has one of four types (names of meta-pytorch's spmd_types). x is I, Y and Z are V, z is I:
+Each tensor has one of four types (names of meta-pytorch's spmd_types). x is I, Y is V, Z is P, z is I:
 
     R  equal on all ranks; a rank has part of its gradient      I --f--> R        I  equal, and so is its gradient
     V  each rank has its own heads, columns or tokens           P --g--> I        P  a part: the sum is the value
 
-So a replicated parameter inside a pair (a norm of q) has a partial gradient. `testing/letters.py`
-follows the types.
-
 With sequence parallelism each rank has n/t consecutive rows of an activation [n = bs, h] outside of
 the pairs, so LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward
 stores only the cut x, so backward gathers x again for dW. A replicated parameter (LayerNorm,
-row-parallel bias, position table) sees part of the tokens, so `zero.py` sums its
-gradient over tp.
+row-parallel bias, position table) sees part of the tokens: its gradient is summed over tp
+(`zero.py`).
 
 **What can overlap.** The slide says that this communication can't be hidden. In forward this is
 true: the next operation needs g's sum. But `Linear.backward` starts the all_reduce of dx, computes
 dW = dy^T x, then waits. With sequence parallelism, the all_gather of x for dW overlaps with dx = dy
-W. Not hidden: the all_gather of dy; embedding and head; the sum of dx in the action I (no dW).
+W. Not hidden: the all_gather of dy; embedding and head; the sum of dx in the action I.
 
 Per layer and micro-batch a rank sends 8 bsh (t-1)/t elements in 4 all_reduces; with sequence
 parallelism 10 bsh (t-1)/t in 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
@@ -58,7 +54,7 @@ ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter, equal in every layout. A rank keeps it whole or cut along `tp_dim`."""
+    """One logical parameter, equal in every layout."""
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
@@ -93,10 +89,7 @@ class ParamSpec:
 
 
 def specs(unit):
-    """Return the ParamSpecs of a unit and of the modules inside it.
-
-    Raises UserError for torch's own parameters and buffers.
-    """
+    """Return the ParamSpecs of a unit. Raises UserError for torch's own parameters and buffers."""
     for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
         why = "is torch's own, so no rank would train or save it"
         right = '`ParamSpec("block0.NAME", shape, std=0.02)`, or a constant that forward computes'
@@ -118,7 +111,7 @@ COLLECTIVES = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatt
 
 
 def start(communication, x, tp, what):
-    """Start a communication of the table above. Return a `comm.Pending`."""
+    """Start a communication of the table above."""
     if communication in (None, "copy"):
         return Pending(x)
     return COLLECTIVES[communication](x, tp, what)
@@ -129,7 +122,6 @@ class Linear(torch.autograd.Function):
 
     x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias:
     [out] or [k, out], or None. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views.
-    Backward adds the gradients of w and bias to `.grad`.
     """
 
     @staticmethod
@@ -201,7 +193,7 @@ class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n or n/t, in] -> [n, out/t].
 
     shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next
-    operation adds it. has_bias=False: none.
+    operation adds it.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True, has_bias=True):
@@ -240,7 +232,7 @@ class EmbeddingLookup(torch.autograd.Function):
     """Look up ids [n] in a table w [v, h], or in a slice [v/t, h] of a table that is cut over tp.
 
     leave None: the table is whole. Otherwise a rank fills the rows whose ids are in its slice, and
-    the sum over tp gives all rows.
+    `leave` sums over tp.
     """
 
     @staticmethod
@@ -263,7 +255,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 def padded(vocab_size):
-    """Return the number of rows of a word table: a multiple of 128, fast on tensor cores."""
+    """Return the rows of a word table: a multiple of 128, fast on tensor cores."""
     return -(-vocab_size // 128) * 128
 
 
@@ -286,8 +278,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     The logits, v numbers per token, would be the largest activation, so they never exist whole.
     Forward only allocates the losses (nan) and keeps x. Backward works on ROWS tokens at a time:
     logits z = x W^T, their losses and their gradient dz in the place of z, then dx = dz W and dW +=
-    dz^T x. So each logit is computed once. A token with a negative target (PyTorch's -100) has loss
-    0 and no gradient.
+    dz^T x. A token with a negative target (PyTorch's -100) has loss 0 and no gradient.
 
     in_forward: forward computes the losses, too (`Executor.real_losses`).
     """

@@ -327,6 +327,6 @@ def test_your_own_schedule(monkeypatch, capsys):
 
 def test_the_docstrings_picture_is_drawn(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
-    main(["1f1b"])
+    main(["1f1b", "--stages=3", "--microbatches=5"])
     picture = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
     assert "\n".join(f"    {line}" for line in picture) in schedules.__doc__

@@ -12,8 +12,7 @@
     update      the norm and the optimizer
     setup, evaluate, log: not in a step
 
-The phases wait, batch, recompute and reduce are parts of forward or backward. The ledger
-(`comm.py`) counts the bytes of each phase.
+Wait, batch, recompute and reduce are parts of forward or backward.
 """
 
 import contextlib

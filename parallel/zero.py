@@ -2,8 +2,8 @@
 
 The first forms are `ladder/rung04` to `08`: `free` there is `release` here, the hook is `reduce`.
 Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket* (`layout.py`) has three kinds of flat
-buffers: optimizer state, gradients, parameters. The ZeRO stage selects the kinds that are sharded
-over the n data ranks. P: elements of a rank's buckets; m: micro-batches.
+buffers. The ZeRO stage selects those that are sharded over the n data ranks. P: elements of a rank's
+buckets; m: micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
       0     whole             whole       whole          2       all_reduce of gradients
@@ -31,12 +31,7 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (of `Zero`; gathe
 **Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS,
 arXiv 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, such as a
 node's. The k groups keep copies. Once in a step, a rank sums its P/n elements over them:
-2 P/n (k-1)/k more. For all buckets but the last two this starts during backward, when the bucket's
-last sum over the n ranks has arrived.
-
-The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run
-while backward fills a third buffer. In stage 3 the next unit's parameters are gathered while this
-unit computes.
+2 P/n (k-1)/k more.
 
 With AdamW in bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the
 float32 copy that the optimizer updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these
@@ -64,7 +59,7 @@ class Flat:
 
     Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and
     `whole` has storage only from `open` to `close`. views: the parameters or their gradients, in
-    `whole`. To read hidden ones is an error (`hidden.py`).
+    `whole` (`hidden.py`).
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
@@ -98,9 +93,9 @@ def free(x):
 
 
 class Window:
-    """The buckets whose gradients are being summed, the oldest first. A rank has one Window."""
+    """The buckets whose gradients are being summed, the oldest first."""
 
-    MOST = 2  # sums of whole gradients that run at a time (stages 2 and 3; with copies, stage 1, too)
+    MOST = 2  # sums of whole gradients that run at a time
 
     def __init__(self):
         self.buckets = []
@@ -115,13 +110,12 @@ class Bucket:
     """One bucket on this rank: its flat buffers, and what ZeRO does with them.
 
     Axes:       the data ranks are cut into `shards`, which divide the bucket, and `copies`, which
-                keep the same shard. In stage 0 the whole bucket is the only shard. `tp` cuts
-                tensors. `holders`: as in `layout.py`.
+                keep the same shard. In stage 0 the whole bucket is the only shard. `holders`: as
+                in `layout.py`.
     Buffers:    param and grad (Flat). master (weights), moments and master_grad have only the
                 elements of this rank's shard, on the device of the optimizer state.
     Elements:   bounds: (begin, end) of this rank's shard. saved: the part of it that this rank
-                writes into checkpoints. ranges, pieces: `layout.Range`s and
-                `Piece`s of the shard.
+                writes into checkpoints. ranges, pieces: those of the shard (`layout.py`).
     """
 
     def __init__(self, layout, zero, holders, training):
@@ -136,7 +130,7 @@ class Bucket:
         self.gathering = None  # the Pending of the parameters
         self.summing = None  # the Pending of the gradient's sum over `shards`
         self.crossing = None  # the Pending of the shard's sum over `copies`
-        self.complete = False  # the sum that runs is the last one of this step
+        self.complete = False  # the sum in progress is the step's last
         self.hybrid = self.shards.size > 1 and self.copies.size > 1
         stage = zero.layout.zero_stage
         self.param = Flat(self.size, self.bounds, stage == 3, zero.dtype, zero.device)
@@ -167,7 +161,7 @@ class Bucket:
         self.param.views.append(p)
         return p
 
-    # --- parameters, before and after a unit computes ---------------------------------------------
+    # --- parameters -------------------------------------------------------------------------------
 
     def start_gather(self):
         """Start the all-gather of the parameters (stage 3)."""
@@ -190,7 +184,7 @@ class Bucket:
             self.gathering = None
             self.param.close()
 
-    # --- the gradient, before and after a unit's backward -----------------------------------------
+    # --- the gradient -----------------------------------------------------------------------------
 
     def open_gradient(self):
         self.settle()  # a buffer must not change while it is sent
@@ -218,10 +212,7 @@ class Bucket:
         self.window.buckets.append(self)
 
     def settle(self):
-        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`.
-
-        With a complete gradient, hybrid sharding's next sum starts here, during backward.
-        """
+        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`."""
         if not self.summing:
             return
         shard = self.summing.wait()
@@ -304,7 +295,7 @@ def pinned(size, dtype):
 
 
 def wait_for(communications):
-    """Wait for Pendings. None: no communication."""
+    """Wait for Pendings, except None."""
     for pending in filter(None, communications):
         pending.wait()
 
@@ -324,7 +315,7 @@ class Zero:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # without skipped steps
         self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
-        # A second group: a sum must not delay the next gather (`mesh.py`).
+        # a second group: `mesh.py` says why
         self.shards_for_sums = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layout.check_holders()
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
@@ -405,13 +396,11 @@ class Zero:
         """Sum over a bucket's pipeline ranks: of the tied word table, in Chimera of all."""
         wait_for([all_reduce(b.grad.shard, b.holders, "twin gradients") for b in self.in_order])
 
-    # --- squared_norm -----------------------------------------------------------------------------
-
     def squared_norm(self):
         """Return this rank's share of the squared gradient norm, float64 [].
 
-        An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is
-        nan): all ranks skip the step. float64: a large loss scale must not overflow the sum.
+        An inf or nan makes it inf or nan, even in a gradient that does not count: all ranks skip the
+        step. float64: a large loss scale must not overflow the sum.
         """
         counted, others = [], []  # slices of gradients
         for bucket in self.in_order:
@@ -427,8 +416,6 @@ class Zero:
             total = total + 0 * self.ops.squared_norms(others).sum()
         return total
 
-    # --- update, publish --------------------------------------------------------------------------
-
     @torch.no_grad()
     def update(self, scalars):
         """Update this rank's shards, unless scalars.skip (`reference.UpdateScalars`)."""
@@ -436,7 +423,7 @@ class Zero:
         self.finish_gathers()
         for bucket in buckets:
             bucket.fetch_gradient()
-        # With offload, the copy of the scalars waits for the GPU. Then gradients have arrived, too.
+        # With offload, this copy waits for the GPU. Then gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
         optimizer.update(self.config, buckets, scalars, ops, self.device)
@@ -450,10 +437,7 @@ class Zero:
             bucket.param.views.set_hidden(bucket.shards.size > 1)  # until `gather`
 
     def whole_parameters(self):
-        """Yield this rank's parameters, whole (with tp its slice) and new: the way to read weights between steps.
-
-        All data ranks must call it.
-        """
+        """Yield this rank's new parameters, whole (with tp its slice). All data ranks must call it."""
         for bucket in self.buckets.values():
             bucket.gather()
             try:
