@@ -179,8 +179,9 @@ class Layout:
 def replica_sums(c, data_ranks, r):
     """Return the name in the ledger if the gradients of a Range must be summed over tp, otherwise None.
 
-    Without sequence parallelism the gradients are equal, but NCCL may add in another order for each tp rank. With more
-    than two data ranks the last digits then differ, and the copies of a parameter would drift apart.
+    Partial gradients (`tensor.py`): each tp rank has summed its own tokens, heads or columns. Other gradients are
+    equal, but NCCL may add in another order for each tp rank. With more than two data ranks the last digits then
+    differ, and the copies of a parameter would drift apart.
     """
     if r.cut:
         return None

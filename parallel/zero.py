@@ -315,7 +315,7 @@ class Zero:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # without skipped steps
         self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
-        # a second group: `mesh.py` says why
+        # `mesh.py` says why
         self.shards_for_sums = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layout.check_holders()
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
