@@ -1,10 +1,7 @@
 """Tests of the executor. test_layouts.py tests that every schedule trains the same model."""
 
-import contextlib
 import itertools
 import json
-import random
-import time
 from dataclasses import replace
 from unittest import mock
 
@@ -28,7 +25,6 @@ from testing.tiny import (
     configured,
     few,
     go,
-    storages,
     tiny_batches,
     tiny_config,
     validation_losses,
@@ -71,37 +67,6 @@ def test_stages_that_share_in_a_chain_are_refused():
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def sleepy():
-    """Each rank sleeps for a random time before every action and message."""
-    dice = random.Random(torch.distributed.get_rank())
-
-    def slow(original):
-        def call(*arguments):
-            time.sleep(dice.choice([0, 0, 0.001, 0.004, 0.01]))
-            return original(*arguments)
-
-        return call
-
-    places = [(pipeline.Executor, name) for name in ("forward", "backward", "weight_gradient")]
-    places += [(pipeline.Mailbox, name) for name in ("send", "receive")]
-    with contextlib.ExitStack() as stack:
-        for place, name in places:
-            stack.enter_context(mock.patch.object(place, name, slow(getattr(place, name))))
-        yield
-
-
-@pytest.mark.parametrize("schedule, zero", few([("1f1b", 0), ("chimera", 2), ("zb-v", 3)]))
-def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
-    dp, pp = (1, 4) if schedule == "1f1b" else (2, 2)
-    fields = dict(schedule=schedule, chunks=schedules.usual_chunks(schedule), zero=zero, num_layers=4)
-    config = tiny_config(dp, pp=pp, micro_batch_size=3, **fields)
-    both = workers.run(4, record, config), workers.run(4, record, config, 2, sleepy)
-    for a, b in zip(*both, strict=True):
-        assert (a.losses, a.norms) == (b.losses, b.norms)
-        assert all(torch.equal(weight, b.after[name]) for name, weight in a.after.items())
 
 
 def posted(config):
@@ -165,39 +130,6 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
     """The word table is on four ranks, the others on two. The last two ranks run one of 3 micro-batches."""
     config = tiny_config(1, pp=4, schedule="pair", optimizer=optimizer, num_layers=2)
     check_model(workers.run(4, record, config, 3, in_pairs), one_process(workers, config, 3))
-
-
-def holdings(config):
-    """Return a step's (most micro-batches kept, kept outputs with values after the last F, tensors left)."""
-    run = built(config)
-    executor, most, full = run.executor, 0, 0
-    forward = executor.forward
-
-    def watching(j, c):
-        nonlocal most, full
-        forward(j, c)
-        most = max(most, len(executor.activations))
-        full = sum(kept[-1][1].untyped_storage().size() > 0 for kept in executor.activations.values())
-
-    executor.forward = watching
-    train.train_step(run, tiny_batches(run))
-    return most, full, len(executor.activations) + len(executor.deferred) + len(executor.local)
-
-
-@pytest.mark.parametrize("schedule, most", [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zb-h2", [7, 5, 3, 1])])
-def test_activations_in_flight_are_the_schedules(workers, schedule, most):
-    """Sent outputs are freed: backward needs no values of them."""
-    results = workers.run(4, holdings, tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3))
-    assert [found for found, _, _ in results] == most and all(left == 0 for *_, left in results)
-    assert all(full <= pipeline.IN_TRANSIT + 1 for _, full, _ in results[:-1])
-
-
-def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
-    """Whole in block1's F: block1, block2 (its gather has started), and the tied table."""
-    config = tiny_config(2, zero=3, num_layers=4)
-    for computing, at_rest in workers.run(2, storages, config):
-        whole = f"whole in block1's F: {computing}; whole after the step: {at_rest}"
-        assert computing == ({"block1", "block2", "word"}, set()) and at_rest == (set(), set()), whole
 
 
 def started_before_waits(config):
@@ -389,8 +321,6 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     assert part.rows[::2] == recorded.rows[::2]
     assert {"=", "#"} & {*draw.terminal([part], 500).splitlines()[4]}  # of a short wait no letter is left
     assert draw.terminal([part._replace(rows=[("", row, ".") for _, row, _ in part.rows[1::2]])], 500)  # all ranks wait
-    with pytest.raises(UserError, match="window"):
-        draw.recorded_pictures(str(trace), "9,5")
 
 
 def grown(config):
