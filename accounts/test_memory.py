@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from accounts import memory, meta, meter, report
+from accounts import memory, meter, report
 from model import unit_specs
 from parallel import simulation
 from parallel.layout import Layout
@@ -40,17 +40,6 @@ def test_zeros_table_1():
                 exact = sum(memory.model_states(int(elements), n, stage, gradients=2).values()) / 10**9
                 unit = 10 ** len(str(cell).partition(".")[2])  # 10 to the power of the paper's number of decimals
                 assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
-
-
-def test_bytes_per_parameter_are_those_by_hand():
-    """By hand, for n = 4: 18 bytes in bf16, 16 in fp32, 8 without moments. Stages 1 to 3 divide some of them by n."""
-
-    def per_parameter(*widths):
-        return [float(sum(memory.model_states(1000, 4, stage, *widths).values())) / 1000 for stage in range(4)]
-
-    assert per_parameter() == [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]
-    assert per_parameter(4, 4, 0, 8) == [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]
-    assert per_parameter(4, 4, 0, 0) == [8, 8, 4 + 4 / 4, 8 / 4]
 
 
 @contextlib.contextmanager
@@ -129,17 +118,6 @@ def test_padding_is_that_counted_by_hand():
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
-
-
-def test_the_formula_is_korthikantis_without_masks_and_matrix():
-    """Korthikanti et al., Table 2, bytes per bsh: 10 + 24/t + 5as/ht, with sequence parallelism 34/t + 5as/ht."""
-    for t, sp in [(1, False), (2, False), (4, False), (2, True), (4, True)]:
-        c = tiny_config(1, t, sequence_parallel=sp)
-        tokens = c.micro_batch_size * c.seq_length
-        small = 4 * 4 * tokens // (t if sp else 1)  # LayerNorms' statistics
-        small += 4 * tokens * c.num_attention_heads // t  # log-sum-exp
-        theirs, masks = (34 / t, 2 / t) if sp else (10 + 24 / t, 2)
-        assert meta.work_of(c, 2)["block"].saved - small == (theirs - masks) * tokens * c.hidden_size
 
 
 L, n, h, v, a, e = 2, 64, 32, 128, 8, 8  # of tiny_config(1). e: bytes of a float64

@@ -71,19 +71,6 @@ def parallel(L, h, heads, tp, pp, v, **fields):
     return Config(**sizes, dtype="bf16", tp=tp, pp=pp, **schedule, train_iters=1, **fields)
 
 
-# Narayanan et al., arXiv 2104.04473, Table 1: billions of parameters, layers, hidden size, heads
-NARAYANAN = [
-    (1.7, 24, 2304, 24), (3.6, 30, 3072, 32), (7.5, 36, 4096, 32), (18.4, 40, 6144, 48), (39.1, 48, 8192, 64),
-    (76.1, 60, 10240, 80), (145.6, 80, 12288, 96), (310.1, 96, 16384, 128), (529.6, 105, 20480, 128),
-    (1008.0, 128, 25600, 160),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("billions, L, h, heads", NARAYANAN)
-def test_narayanan_parameters(billions, L, h, heads):
-    assert round(search.model_of(parallel(L, h, heads, 1, 1, 1)).parameters / 1e9, 1) == billions
-
-
 # Korthikanti et al., arXiv 2205.05198, Table 5 and Figure 1: L, h, heads, tp, pp, v, batch, b; GiB of a GPU for weights
 # and optimizer, for activations with tp, and with sequence parallelism and selective recomputation
 FIGURE_1 = [

@@ -113,14 +113,6 @@ def short(actions):
     return " ".join(f"{kind}{j}" for kind, j, _ in actions)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera", "interleaved", "zb-h1", "zb-h2", "zb-v"])
-def test_one_stage(name):
-    schedule = build(name, 1, 2)
-    lists = {"gpipe": "F0 F1 B0 B1", "zb": "F0 I0 W0 F1 I1 W1"}
-    assert short(schedule.actions[0]) == lists.get(name.partition("-")[0], "F0 B0 F1 B1")
-    assert schedule.parts == schedule.placement == [0] and messages(schedule) == []
-
-
 def test_the_papers_pictures():
     """The first and the last of four ranks are as in the zero-bubble paper, figures 2 and 3."""
     lists = {name: [short(actions) for actions in build(name, 4, 8).actions] for name in ("1f1b", "zb-h1", "zb-h2")}

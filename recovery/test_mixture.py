@@ -1,7 +1,6 @@
 """Test several data sets by weight: shares, epochs and changes, counted from the raw files, and every layout."""
 
 import json
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -262,16 +261,3 @@ def test_sets_that_do_not_fit_together_are_refused(three, tmp_path):
     copy = written(tmp_path / "copy", 0, SIZES["en"])
     with pytest.raises(UserError, match=r"data_dir=.*: en and copy have the same content; leave one out"):
         Mixture(f"{three(1, 1, 0)},3:{copy}", "train", 8, 100)
-    with pytest.raises(UserError, match=r"nothing: no data set of prepare.py; create it with"):
-        Mixture(f"{three(1, 1, 0)},3:{tmp_path}/nothing", "train", 8, 100)
-
-
-def fails_with_own_data(config, data_dirs):
-    return fails(replace(config, data_dir=data_dirs[torch.distributed.get_rank()]))
-
-
-def test_ranks_with_other_weights_stop_before_the_first_step(workers, three, tmp_path):
-    data_dirs = [three(6, 3, 1), three(60, 30, 11)]
-    for said in workers.run(2, fails_with_own_data, configured(tmp_path / "out", "", train_iters=2), data_dirs):
-        assert re.match(r"data_dir=.*: rank 1 .* sees other files there than rank 0", said)
-    assert not checkpoint.all_steps(tmp_path / "out")
