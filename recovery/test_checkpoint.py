@@ -5,59 +5,68 @@ import json
 import random
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import convert
 import generate
 import train
 from accounts.metrics import read_metrics
 from config import check
 from data import Tokens
 from errors import UserError
-from model import GPT
 from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from recovery import checkpoint
-from testing.tiny import CPU, configured, curve, fails, few, go, refusal, tensor_files, tiny_config, write_tokens
+from testing.tiny import CPU, configured, curve, fails, few, go, refusal, tensor_files, write_tokens
 
 # --- resuming -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def straight(workers, tokens_dir, tmp_path_factory):
-    """Return a function that trains ten steps without a stop, once for equal fields, and returns the out_dir."""
+def straight(tokens_dir, tmp_path_factory):
+    """Return a function that trains ten steps on one process, once for equal fields, and returns the out_dir."""
     made = {}
 
-    def run(ranks=1, **fields):
-        key = ranks, tuple(fields.items())
+    def run(**fields):
+        key = tuple(fields.items())
         if key not in made:
             made[key] = tmp_path_factory.mktemp("straight")
-            workers.run(ranks, go, configured(made[key], tokens_dir, **fields))
+            go(configured(made[key], tokens_dir, **fields))
         return made[key]
 
     return run
 
 
 @pytest.mark.parametrize(
-    "ranks, tp, parts, dtype", few([(4, 2, (5, 10), "bf16"), (1, 1, (5, 10), "fp64"), (1, 1, (3, 6, 10), "fp16")])
+    "ranks, fields",
+    few(
+        [
+            (2, dict(tp=2, dtype="bf16")),
+            (1, dict(dtype="fp64")),
+            (2, dict(zero=2, dtype="bf16", recompute="elementwise")),
+            (4, dict(zero=3, dtype="fp16", initial_loss_scale=2.0**22, loss_scale_window=2, micro_batch_size=1)),
+            (4, dict(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True, dtype="fp32")),
+            (2, dict(cp=2, dtype="fp64")),
+        ]
+    ),
+    ids=str,
 )
-def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
-    """With fp16 the first loss scale overflows a few times and its window is short, so the scaler's counters change."""
-    fields = dict(tp=tp, dtype=dtype)
-    if dtype == "fp16":
-        fields |= dict(initial_loss_scale=2.0**22, loss_scale_window=2, hysteresis=2)
-    reference = straight(ranks, **fields)
-    for stop in parts:
-        workers.run(ranks, go, configured(tmp_path, tokens_dir, **fields, train_iters=stop))
-    assert repr(curve(tmp_path)) == repr(curve(reference)) and len(curve(tmp_path)) == 10
-    assert tensor_files(tmp_path / "step_10") == tensor_files(reference / "step_10")
-    if dtype == "fp16":
-        scales = [row[3] for row in curve(reference)]
-        assert min(scales) < scales[0] and any(b > a for a, b in itertools.pairwise(scales))
+def test_a_run_is_repeated_bit_by_bit_also_with_stops(workers, tokens_dir, tmp_path, ranks, fields):
+    """On CPUs: the numbers of each step, and index.json, which has the sums of all files."""
+    found = []
+    for stops in ((10,), (10,), (3, 6, 10)):
+        for stop in stops:
+            workers.run(ranks, go, configured(tmp_path / "out", tokens_dir, train_iters=stop, **fields))
+        folder = (tmp_path / "out").rename(tmp_path / f"{len(found)}")
+        found.append((repr(curve(folder)), (folder / "step_10/index.json").read_text()))
+    assert found[0] == found[1] and found[0] == found[2]
+    scales = [row[3] for row in curve(folder)]
+    changes = [after - before for before, after in itertools.pairwise(scales)]
+    assert len(scales) == 10 and (min(changes) < 0 < max(changes)) == (fields["dtype"] == "fp16")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
     """Five steps in each of two layouts have the curve of one process, to ten digits."""
-    reference = straight(1, dtype="fp64", num_layers=3, optimizer=before[1].get("optimizer", "adamw"))
+    reference = straight(dtype="fp64", num_layers=3, optimizer=before[1].get("optimizer", "adamw"))
     for (ranks, layout), stop in [(before, 5), (after, 10)]:
         config = configured(tmp_path, tokens_dir, train_iters=stop, num_layers=3, **layout)
         check(config, ranks)
@@ -92,38 +101,20 @@ def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_pa
         assert np.abs(a - b).max() <= 1e-10 * max(1, np.abs(b).max()), name
 
 
-def test_files_are_whole_tensors(straight):
-    folder = straight(4, tp=2, dtype="bf16") / "step_10"
-    index = json.loads((folder / "index.json").read_text())
-    assert index["dtype"] == "float32"
-    assert set(index["shapes"]) == set(GPT(tiny_config(1), Mesh().tp).specs())
-    for name, shape in index["shapes"].items():
-        for file in (name, f"{name}.moment0", f"{name}.moment1"):
-            values = np.fromfile(folder / file, "<f4")
-            assert values.size == np.prod(shape) and np.isfinite(values).all()
-    ln = np.fromfile(folder / "block0.ln1.weight", "<f4")
-    assert np.abs(ln - 1).max() < 0.5 and ln.std() > 0
-
-
-def test_resume_refuses_a_step_before_later_ones(straight, tokens_dir, tmp_path):
-    first = str(straight(1, dtype="fp64") / "step_10")
-    go(configured(tmp_path, tokens_dir, resume=first, train_iters=11))
-    go(configured(tmp_path, tokens_dir, train_iters=12))
-    said = fails(configured(tmp_path, tokens_dir, resume=str(tmp_path / "step_11"), train_iters=12))
-    why = f"{tmp_path} contains the later step_12; use another --out_dir"
-    assert said == f"resume={tmp_path}/step_11: {why}"
-
-
 @pytest.mark.parametrize("resume", ["none", "first"])
 def test_a_command_that_is_started_again_goes_on_with_its_own_checkpoint(
     straight, tokens_dir, tmp_path, monkeypatch, resume
 ):
     """torchrun and Slurm give it the same arguments."""
-    resume = resume if resume == "none" else str(straight(1, dtype="fp64") / "step_10")
+    resume = resume if resume == "none" else str(straight(dtype="fp64") / "step_10")
     for n, iterations in enumerate((11, 12)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(n))
         go(configured(tmp_path, tokens_dir, resume=resume, train_iters=iterations))
     assert checkpoint.all_steps(tmp_path) == [11, 12]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    why = f"{tmp_path} contains the later step_12; use another --out_dir"
+    step_11 = f"{tmp_path}/step_11"
+    assert fails(configured(tmp_path, tokens_dir, resume=step_11, train_iters=12)) == f"resume={step_11}: {why}"
 
 
 def test_a_run_keeps_the_latest_checkpoints_and_an_imported_step_0(tokens_dir, tmp_path):
@@ -164,7 +155,7 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
 
 
 def test_other_data_is_refused_without_new_data(straight, tokens_dir, tmp_path):
-    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
+    out = shutil.copytree(straight(dtype="fp64"), tmp_path / "run")
     longer = write_tokens(tmp_path / "longer", train=4001)
     for other in (longer, write_tokens(tmp_path / "seed", seed=1)):
         with pytest.raises(UserError, match=f"^data_dir={other}: not the training data of .*set --new_data=True"):
@@ -222,7 +213,7 @@ def test_a_loss_that_stays_nan_stops_the_run_and_is_never_saved(
 def test_updates_above_skip_norm_change_nothing(workers, straight, tokens_dir, tmp_path, dtype):
     """With a bound between two norms, the larger are skipped on each rank. fp16's loss scale does not see them."""
     fields = dict(dtype=dtype, initial_loss_scale=256.0, hysteresis=1)
-    alone = curve(straight(1, **fields))
+    alone = curve(straight(**fields))
     norms = sorted(row[1] for row in alone)
     bound = (norms[-1] + norms[-2]) / 2
     workers.run(2, go, configured(tmp_path, tokens_dir, skip_norm=bound, zero=2, **fields))
@@ -238,11 +229,16 @@ def test_updates_above_skip_norm_change_nothing(workers, straight, tokens_dir, t
 
 
 @pytest.mark.parametrize("dtype", few(["fp64", "fp16"]))
-def test_a_run_that_skips_every_update_stops(workers, tokens_dir, tmp_path, dtype):
-    config = configured(tmp_path, tokens_dir, dtype=dtype, skip_norm=1e-4, stop_after_nan=4, initial_loss_scale=256.0)
-    for said in workers.run(2, fails, config):
+def test_a_run_that_skips_every_update_stops_and_replaces_no_good_checkpoint(workers, tokens_dir, tmp_path, dtype):
+    fields = dict(dtype=dtype, initial_loss_scale=256.0, stop_after_nan=4, save_interval=2, keep=1)
+    config = configured(tmp_path, tokens_dir, **fields, train_iters=4)
+    workers.run(2, go, config)
+    for said in workers.run(2, fails, replace(config, skip_norm=1e-4, train_iters=10)):
         why = "the last 4 are not finite or above skip_norm=0.0001, so these updates were skipped"
         assert said.startswith(f"grad_norm: {why}, and nothing was saved since then; resume from a checkpoint")
+    assert checkpoint.all_steps(tmp_path) == [4]
+    workers.run(2, go, replace(config, skip_norm=1e-4, train_iters=7))
+    assert checkpoint.all_steps(tmp_path) == [4, 7], "a last checkpoint after skipped updates removes no other"
 
 
 # --- a new run from weights -------------------------------------------------------------------------------------------
@@ -251,7 +247,7 @@ def test_a_run_that_skips_every_update_stops(workers, tokens_dir, tmp_path, dtyp
 @pytest.mark.parametrize("ranks, layout", few([(1, {}), (4, dict(tp=2, zero=2)), (3, dict(zero=3, optimizer="sgd"))]))
 def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks, layout):
     """Its first loss is that of the weights. Counters, moments, seed and optimizer are new. It resumes as usual."""
-    old = straight(1, dtype="fp64")
+    old = straight(dtype="fp64")
     fields = dict(dtype="fp64", initial_weights=str(old), dropout=0.0, seed=5) | layout
     workers.run(ranks, go, configured(tmp_path / "new", tokens_dir, train_iters=2, **fields))
     index = checkpoint.read_index(tmp_path / "new/step_2")
@@ -274,7 +270,7 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
 
 @pytest.mark.slow
 def test_llamas_weights_can_get_longer_samples_and_another_rotary_base(straight, tokens_dir, tmp_path):
-    old = str(straight(1, dtype="fp64", model="llama"))
+    old = str(straight(dtype="fp64", model="llama"))
     fields = dict(model="llama", initial_weights=old, seq_length=16, rotary_base=500000.0, train_iters=1)
     go(configured(tmp_path, tokens_dir, **fields))
     assert len(curve(tmp_path)) == 1
@@ -304,15 +300,6 @@ def trained(tmp_path_factory):
     return out, data_dir
 
 
-@pytest.mark.parametrize("name", ["block1.fc1.bias.moment0", "tokenizer.json"])
-def test_a_missing_file_is_named(trained, tmp_path, name):
-    out, data_dir = trained
-    shutil.copytree(out, tmp_path / "run")
-    (tmp_path / "run" / "step_3" / name).unlink()
-    said = fails(configured(tmp_path / "run", data_dir, train_iters=4, num_layers=3))
-    assert said == f"{tmp_path}/run/step_3/{name}: No such file or directory"
-
-
 @pytest.mark.parametrize("layers, said", [(2, r"is \[.* and absent in the model"), (4, "is absent in the checkpoint")])
 def test_a_changed_model_is_not_called_damage(trained, layers, said):
     """The configuration is the same, because the code of the model has changed."""
@@ -324,13 +311,18 @@ def test_a_changed_model_is_not_called_damage(trained, layers, said):
 
 
 def load_each(config, damages):
-    """Return the messages of loading a checkpoint with one damaged file each time. damages: [(name, content)]."""
+    """Return the messages of loading a checkpoint with one damaged file each time.
+
+    damages: [(name, content)]; None removes the file.
+    """
     run = train.build_run(config, Mesh.of(config), CPU)
     said, folder = [], checkpoint.find(config.out_dir)
 
     def write(name, content):
         gather_objects(None, run.mesh.world)
-        if run.mesh.rank == 0:
+        if run.mesh.rank == 0 and content is None:
+            (folder / name).unlink()
+        elif run.mesh.rank == 0:
             (folder / name).write_bytes(content)
         gather_objects(None, run.mesh.world)
 
@@ -350,7 +342,7 @@ def load_each(config, damages):
 @pytest.mark.parametrize(
     "ranks, layout", few([(4, dict(tp=2, zero=1)), (1, {}), (2, dict(zero=3)), (4, dict(pp=2, zero=2))]), ids=str
 )
-def test_one_flipped_bit_or_another_size_is_named_on_every_rank(workers, trained, tmp_path, ranks, layout):
+def test_a_flipped_bit_another_size_or_a_missing_file_is_named_on_every_rank(workers, trained, tmp_path, ranks, layout):
     folder = shutil.copytree(trained[0], tmp_path / "run") / "step_3"
     config = configured(tmp_path / "run", trained[1], num_layers=3, **layout)
     check(config, ranks)
@@ -361,11 +353,12 @@ def test_one_flipped_bit_or_another_size_is_named_on_every_rank(workers, trained
         content = (folder / name).read_bytes()
         places = 0, dice.randrange(len(content)), len(content) - 1
         damages += [(name, flipped(content, place, dice.randrange(8))) for place in places]
-    damages += [(name, content[:-8]), (name, content + bytes(8))]
+    damages += [(train.COPY[0], None), (name, None), (name, content[:-8]), (name, content + bytes(8))]
     sizes = [f"it has {len(content) + more:,} bytes instead of {len(content):,}; " for more in (-8, 8)]
     for said in workers.run(ranks, load_each, config, damages):
-        for text, (damaged, _) in zip(said, damages, strict=True):
-            assert text and text.startswith(f"{folder}/{damaged}: damaged"), (text, damaged)
+        for text, (damaged, content) in zip(said, damages, strict=True):
+            why = "No such file or directory" if content is None else "damaged"
+            assert text and text.startswith(f"{folder}/{damaged}: {why}"), (text, damaged)
         assert all(size in text for size, text in zip(sizes, said[-2:], strict=True)), said[-2:]
 
 
@@ -444,12 +437,3 @@ def test_a_stray_entry_beside_the_checkpoints_gets_a_remedy(trained, tmp_path):
     (out / "step_9").mkdir()
     said = fails(configured(out, trained[1], train_iters=4, num_layers=3))
     assert said == f"{out}/step_9: no complete checkpoint: it has no file index.json; {checkpoint.REMEDY}"
-
-
-@pytest.mark.parametrize("name", ["block1.fc1.weight", "index.json"])
-def test_generate_and_convert_use_no_damaged_file(straight, tmp_path, name):
-    folder = shutil.copytree(straight(4, tp=2, dtype="bf16") / "step_10", tmp_path / "step_10")
-    flip(folder / name, 40, 5)
-    assert f"step_10/{name}: damaged" in refusal(generate.load_model, folder, CPU)
-    assert f"step_10/{name}: damaged" in refusal(convert.to_hf, folder, tmp_path / "there")
-    assert not (tmp_path / "there").exists()
