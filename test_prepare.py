@@ -4,7 +4,6 @@ Most tests call the command without workers and with small pieces, so short text
 """
 
 import contextlib
-import fcntl
 import gzip
 import itertools
 import json
@@ -20,11 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 import prepare
 from errors import UserError
-from testing.tiny import refusal
-from testing.vocabularies import JAPANESE, text_of_atoms, trained
+from testing.tiny import held_elsewhere, refusal
+from testing.vocabularies import END, JAPANESE, text_of_atoms, trained
 from tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -158,18 +159,6 @@ def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch):
     assert [*itertools.chain(*tokens.values())] == whole(BYTES, ["a"]) and meta["skipped"] == 1
 
 
-def test_above_65536_ids_tokens_are_uint32(here, tmp_path, monkeypatch):
-    wide = load_tokenizer("bytes")
-    end = (70000).to_bytes(4, "little")
-    fields = {"dtype": "uint32", "width": 4, "code": "I", "eot_token": 70000, "end_bytes": end}
-    for name, value in fields.items():
-        monkeypatch.setattr(wide, name, value)
-    monkeypatch.setattr(wide, "encode_to_bytes", lambda text: np.array([*text.encode()], "<u4").tobytes())
-    (tmp_path / "a.txt").write_text("ab" * 100)
-    tokens, meta = run(tmp_path / "a.txt", "--split=8,1,1", tmp_path / "out")
-    assert meta["dtype"] == "uint32" and [*itertools.chain(*tokens.values())] == whole(wide, ["ab" * 100])
-
-
 # --- splits -----------------------------------------------------------------------------------------------------------
 
 
@@ -186,14 +175,28 @@ def test_documents_go_to_splits_by_a_hash_of_their_position(here, tmp_path):
     assert [prepare.split_of(0, line, (1, 1, 1)) for line in range(1, 13)] == [0, 2, 1, 0, 0, 2, 1, 1, 1, 1, 2, 0]
 
 
-@pytest.mark.parametrize("split, sizes", [("90,10,0", (900, 100, 0)), ("2,0,98", (20, 0, 980))])
-def test_one_big_file_fills_every_split(split, sizes, here, tmp_path, capsys):
-    text = "".join(chr(33 + i % 90) for i in range(999))
+def wide(path):
+    """Write a vocabulary of 70,000 words, whose tokens are uint32. Return the path."""
+    it = tokenizers.Tokenizer(models.WordLevel({str(i): i for i in range(70_000)}, unk_token="0"))
+    it.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    it.add_special_tokens([END])
+    it.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    "dtype, split, sizes", [("uint16", "90,10,0", (900, 100, 0)), ("uint32", "2,0,98", (20, 0, 980))]
+)
+def test_one_big_file_fills_every_split(dtype, split, sizes, here, tmp_path, capsys):
+    text, name = "".join(chr(33 + i % 90) for i in range(999)), "bytes"
+    if dtype == "uint32":
+        text, name = " ".join(str(69_000 + i) for i in range(999)), wide(tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text(text)
-    tokens, meta = run(tmp_path / "a.txt", f"--split={split}", tmp_path / "out")
-    assert tuple(meta["tokens"].values()) == tuple(map(len, tokens.values())) == sizes
-    assert sorted([*itertools.chain(*tokens.values())]) == sorted(whole(BYTES, [text]))
-    assert tokens["train"] == whole(BYTES, [text])[: sizes[0]] or not sizes[1]  # the others get the end of train
+    tokens, meta = run(tmp_path / "a.txt", f"--tokenizer={name}", f"--split={split}", tmp_path / "out")
+    right = whole(load_tokenizer(str(name)), [text])
+    assert meta["dtype"] == dtype and tuple(meta["tokens"].values()) == tuple(map(len, tokens.values())) == sizes
+    assert sorted([*itertools.chain(*tokens.values())]) == sorted(right)
+    assert tokens["train"] == right[: sizes[0]] or not sizes[1]  # the others get the end of train
     assert capsys.readouterr().out.count(" 0 documents (from the end of") == 1
 
 
@@ -350,15 +353,6 @@ def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
     assert data_set(tmp_path / "out") == first
 
 
-def test_the_progress_of_another_command_is_not_used(here, tmp_path, capsys, monkeypatch):
-    (tmp_path / "a.txt").write_text("some words " * 20)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        run(tmp_path / "a.txt", tmp_path / "out")
-    assert sum(map(len, run(tmp_path / "a.txt", "--split=1,1,1", tmp_path / "out")[0].values())) == 221
-    assert "resuming" not in capsys.readouterr().out
-
-
 def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path):
     for made_from in ("this", "another", "this"):
         with contextlib.closing(prepare.Output(tmp_path, made_from, 2)) as output:
@@ -368,17 +362,17 @@ def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path):
                 output.save()
 
 
-def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(tmp_path):
+def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(here, tmp_path):
     """Also after a crash. No thread of pyarrow runs when the workers are forked."""
     texts = [text_of_atoms(random.Random(i), 50) for i in range(100)] + ["\0 \x1b$B"]
-    files = write_lines(tmp_path / "a.jsonl", texts), write_rows(tmp_path / "a.parquet", texts)
-    lines, rows = ([file, "--tokenizer=bytes", f"--out={file}.out", "--workers=2"] for file in files)
-    assert command(lines)[0] == 0 and command(rows, CRASHES["in a block"][0])[0] == -9
-    code, text = command(
-        rows, "import sys\nos.register_at_fork(before=lambda: 'pyarrow' in sys.modules and os._exit(9))"
-    )
+    expected, _ = run(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "lines")
+    rows = write_rows(tmp_path / "a.parquet", texts)
+    words = [rows, "--tokenizer=bytes", "--split=1,0,0", f"--out={tmp_path}/rows", "--workers=2"]
+    assert command(words, CRASHES["in a block"][0])[0] == -9
+    watch = "import sys\nos.register_at_fork(before=lambda: 'pyarrow' in sys.modules and os._exit(9))"
+    code, text = command(words, watch)
     assert code == 0 and "resuming after" in text, text
-    assert data_set(f"{files[0]}.out")[0] == data_set(f"{files[1]}.out")[0]
+    assert data_set(tmp_path / "rows")[0] == expected
 
 
 def test_damaged_rows_and_a_missing_package_are_one_line(here, tmp_path, monkeypatch):
@@ -393,19 +387,17 @@ def test_damaged_rows_and_a_missing_package_are_one_line(here, tmp_path, monkeyp
     assert "a.parquet: needs a package: pip install pyarrow" in refusal(run, path, tmp_path / "none")
 
 
-def test_two_runs_for_one_folder_are_refused(tmp_path):
+def test_two_runs_for_one_folder_are_refused(here, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out.part").mkdir()
-    with open(tmp_path / "out.part/prepare.lock", "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        code, text = command([tmp_path / "a.txt", "--tokenizer=bytes", f"--out={tmp_path}/out"])
-    assert code == 2 and "another prepare.py is writing this data set" in text
+    with held_elsewhere(tmp_path / "out.part/prepare.lock"):
+        assert "another prepare.py is writing this data set" in refusal(run, tmp_path / "a.txt", tmp_path / "out")
 
 
 # --- parts of a data set, by jobs/prepare.sh --------------------------------------------------------------------------
 
 
-def job(folder, *words, task=""):
+def job(*words, task=""):
     """Run jobs/prepare.sh, as a task of Slurm's array or to join. Return (exit code, output)."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "SLURM_ARRAY_TASK_ID": str(task)}
@@ -423,11 +415,11 @@ def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
     trained(300).save(str(tmp_path / "tokenizer.json"))
     words = [tmp_path / "in", f"--tokenizer={tmp_path}/tokenizer.json", "--split=80,15,5"]
     n, out = 3, tmp_path / "a set"
-    assert [job(tmp_path, n, out, *words, task=task)[0] for task in (1, 0, 3)] == [0, 0, 2]
-    assert job(tmp_path, n, out) == (2, f"error: {out}.2 is not finished; submit the array again\n")
-    assert job(tmp_path, n, out, *words, task=2)[0] == 0
-    assert "nothing to do" in job(tmp_path, n, out, *words, task=1)[1]
-    code, said = job(tmp_path, n, out)
+    assert [job(n, out, *words, task=task)[0] for task in (1, 0, 3)] == [0, 0, 2]
+    assert job(n, out) == (2, f"error: {out}.2 is not finished; submit the array again\n")
+    assert job(n, out, *words, task=2)[0] == 0
+    assert "nothing to do" in job(n, out, *words, task=1)[1]
+    code, said = job(n, out)
     assert code == 0 and "joined 3 parts" in said, said
     assert data_set(f"{out}.0")[1]["tokens"]["val"] == 0, "no part tests an empty split"
     assert command([*words, f"--out={tmp_path}/whole"])[0] == 0
@@ -436,16 +428,16 @@ def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
     made_from = [meta.pop("made_from")["input"] for meta in metas]
     assert files[0] == files[1] and "tokenizer.json" in files[0] and metas[0] == metas[1]
     assert made_from[1] == {"files": 7, "bytes": made_from[0]["bytes"], "parts": 3}
-    assert job(tmp_path, n, out) == (2, f"error: {out} is there already; remove it, or name another folder\n")
+    assert job(n, out) == (2, f"error: {out} is there already; remove it, or name another folder\n")
 
 
 @pytest.mark.parametrize("text", ["some text", ""])
-def test_a_part_without_text_is_joined_but_not_parts_that_all_have_none(text, tmp_path):
+def test_a_part_without_text_is_joined_but_not_parts_that_all_have_none(text, here, tmp_path):
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("")
-    inputs = [tmp_path / "a.txt", tmp_path / "b.txt", "--tokenizer=bytes", "--split=1,0,0"]
-    assert [job(tmp_path, 2, tmp_path / "out", *inputs, task=i)[0] for i in range(2)] == [0, 0]
-    code, said = job(tmp_path, 2, tmp_path / "out")
+    for i in range(2):
+        run(tmp_path / "a.txt", tmp_path / "b.txt", f"--part={i}/2", tmp_path / f"out.{i}")
+    code, said = job(2, tmp_path / "out")
     assert (code, "have no text" in said) == ((0, False) if text else (2, True)), said
 
 
@@ -507,8 +499,8 @@ def with_long_window(data):
     ],
 )
 def test_the_rest_of_an_unreadable_file_is_no_skipped_document(kind, damage, message, here, tmp_path, capsys):
-    texts = [f"{random.Random(i).random()}" for i in range(9000)]
-    parts = (write_lines(tmp_path / "part", part).read_bytes() for part in (texts[:6000], texts[6000:]))
+    texts = [f"{random.Random(i).random()}" for i in range(4000)]
+    parts = (write_lines(tmp_path / "part", part).read_bytes() for part in (texts[:3000], texts[3000:]))
     (path := tmp_path / f"a.jsonl{kind}").write_bytes(damage(*parts))
     line = rf"^{path}:(\d+): OSError: (?=.*; the rest of this file is unreadable: ){message}; or go on"
     last = int(re.match(line, refusal(run, path, tmp_path / "out"))[1])
