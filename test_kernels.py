@@ -54,7 +54,9 @@ from parallel.mesh import Mesh
 from reference import Drop
 from testing import compiled, sanitizer
 from testing.cases import CASES, adamw, buffers, errors, random, results, update_scalars
-from testing.tiny import CPU, built, few, refusal, tiny_batches, tiny_config
+from testing.tiny import CPU, built, few, refusal, slow, tiny_batches, tiny_config
+
+DTYPE = pytest.mark.parametrize("dtype", [slow(dtype) if dtype == torch.float16 else dtype for dtype in DTYPES])
 
 
 def compare(fused, plain, inputs, more=0.0):
@@ -77,7 +79,7 @@ def check_operation(case, n, h, dtype=torch.float32, first=None):
     compare(functools.partial(call, kernels), functools.partial(call, reference), inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 @pytest.mark.parametrize("n, h", [(1, 16), (17, 37), (2, 1024)])  # one row; odd width; the 345M model's width
 @pytest.mark.parametrize("case", CASES)
 def test_an_operation_and_its_gradients(case, n, h, dtype):
@@ -130,7 +132,7 @@ def test_rows_wider_than_the_norms_kernels(monkeypatch):
     assert kernels.add_layer_norm_(None, x, None, x[0], x[1])[1].grad_fn.name() == "NativeLayerNormBackward0"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 3, 16), (2, 5, 1, 24)], ids=str)
 def test_rotation(shape, dtype):
     """Heads that lie beside each other; queries of groups, as a view of all; keys, as a view of all."""
@@ -165,7 +167,7 @@ def test_relu_does_not_hide_a_nan():
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 @pytest.mark.parametrize("n, widths, count", [(1, (8,), 1), (37, (300,), 3), (40, (2, 64), 3)])
 def test_join(n, widths, count, dtype):
     """The parts are contiguous or columns of one tensor."""
@@ -177,7 +179,7 @@ def test_join(n, widths, count, dtype):
         assert torch.allclose(sums.double(), exact, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 @pytest.mark.parametrize("n, v, width", [(5, 3, 37), (130, 11, 300)])
 def test_add_rows(n, v, width, dtype):
     """Some ids are outside of the table, because other ranks have their rows. Two runs give the same bits."""
@@ -210,7 +212,7 @@ def check_cross_entropy(logits, targets, columns, reduce):
     assert torch.equal(kernels.cross_entropy_(logits.clone(), targets, columns, None, reduce), losses)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 @REDUCE
 @pytest.mark.parametrize("n, columns, width", [(1, 3, 128), (5, 130, 256), (2, 50257, 50304)])
 def test_cross_entropy(n, columns, width, reduce, dtype):
@@ -268,7 +270,7 @@ def plain_attention(qkv):
     return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 @pytest.mark.parametrize("b, s, a", [(2, 1, 3), (2, 33, 3), (1, 301, 1)])
 def test_attention(b, s, a, dtype):
     compare(attention, plain_attention, [random(b, s, 3, a, 64, dtype=dtype)])
@@ -280,7 +282,7 @@ def test_attention_head_sizes_and_the_tiles_of_every_gpu(d, capability, monkeypa
     compare(attention, plain_attention, [random(1, 150, 3, 1, d, dtype=torch.bfloat16)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPE
 def test_attention_of_large_scores(dtype):
     """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no exp overflows.
 
