@@ -152,7 +152,7 @@ def test_a_checkpoint_without_offsets_goes_on_at_each_sets_next_window(three, tm
 
 
 LAYOUTS = [
-    (3, dict(zero=3), 4, dict(tp=2, pp=2)),
+    (3, dict(zero=3), 2, dict(pp=2)),
     (2, dict(cp=2), 4, dict(zero=1, zero_copies=2, micro_batch_size=1)),
     (4, dict(pp=2, schedule="zb-h1", zero=2), 2, dict(tp=2, sequence_parallel=True)),
 ]
@@ -182,7 +182,7 @@ def test_every_layout_trains_on_the_same_sets(workers, three, tmp_path, first, l
         run = configured(
             tmp_path / "many", data_dir, train_iters=train_iters, new_data=new_data, num_layers=3, **fields
         )
-        run = replace(run, eval_interval=1)
+        run = replace(run, eval_interval=5)
         for noted in workers.run(ranks, train_and_note, run):
             rows |= noted
         alone = dict(tp=1, pp=1, cp=1, zero=0, zero_copies=1, schedule="1f1b", sequence_parallel=False)
@@ -195,7 +195,8 @@ def test_every_layout_trains_on_the_same_sets(workers, three, tmp_path, first, l
     many, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("many", "one"))
     for iteration, row in one.items():
         names = [key for key in row if key.startswith(("lm_loss", "grad_norm", "consumed", "epochs", "validation"))]
-        assert len(names) == (4 + 2 * 3 + 4 if iteration <= 5 else 4 + 2 * 2 + 3)
+        sets = 3 if iteration <= 5 else 2
+        assert len(names) == 4 + 2 * sets + (1 + sets) * (iteration % 5 == 0)  # the last ones: of the validation
         assert [many[iteration][name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-10)
     last = one[10]
     mean = (3 * last["validation_loss/en"] + 2 * last["validation_loss/ja"]) / 5
@@ -206,21 +207,9 @@ def test_every_layout_trains_on_the_same_sets(workers, three, tmp_path, first, l
     assert last["consumed_tokens/en"] == 8 * total["en"] and entries[2]["offset"] == total["code"]
 
 
-@pytest.mark.slow
-def test_swallows_recipe_runs_on_stand_ins_for_its_sets(tmp_path, monkeypatch):
-    config = configuration.load(["configs/swallow_8b.py"])
-    monkeypatch.chdir(tmp_path)
-    shares = shares_of(config.data_dir)
+def test_swallows_recipe_has_16_percent_of_code():
+    shares = shares_of(configuration.load(["configs/swallow_8b.py"]).data_dir)
     assert len(shares) == 7 and shares["data/swallow_code"] / sum(shares.values()) == pytest.approx(0.16, abs=2e-4)
-    for k, folder in enumerate(shares):
-        written(tmp_path / folder, k, 400)
-    sizes = dict(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24)
-    batch = dict(seq_length=8, vocab_size=100, global_batch_size=20, train_iters=10, eval_iters=1, log_interval=1)
-    go(replace(config, **sizes, **batch, dtype="fp64", out_dir="out"))
-    row = read_metrics("out/metrics.jsonl")[10]
-    for folder, share in shares.items():
-        name, expected = Path(folder).name, 200 * share / sum(shares.values())
-        assert abs(row[f"consumed_tokens/{name}"] / 8 - expected) <= 1 and np.isfinite(row[f"validation_loss/{name}"])
 
 
 def test_other_weights_are_refused_without_new_data(three, tmp_path):
