@@ -260,8 +260,6 @@ def test_a_pipeline_of_transformers_writes_our_text(out, tmp_path, capsys, monke
     (text,) = pipe("cde", max_new_tokens=12, do_sample=False)
     assert text["generated_text"] + "\n" == ours and len(ours) > 8
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    everything = bytes(range(256)).decode("latin-1") + "日本語 \n\n"
-    assert tokenizer(everything).input_ids == list(everything.encode()) and tokenizer.decode([0xC3, 0xA9]) == "é"
     assert tokenizer("a<|endoftext|>").input_ids == [97, 256] and tokenizer.eos_token_id == 256
 
 
