@@ -226,7 +226,7 @@ def config_from_hf(hf_config, out):
         values |= dict(model="llama", rotary_base=rope["rope_theta"])
         values["untie_embeddings_and_output_weights"] = not hf_config.tie_word_embeddings
     else:
-        activation = {hf_name: name for name, row in ACTIVATIONS.items() for hf_name in row.hugging_face}
+        activation = {hf_name: name for name, hf_names in ACTIVATIONS.items() for hf_name in hf_names}
         values["activation"] = activation[hf_config.activation_function]
     values["seq_length"] = values["max_position_embeddings"]
     values |= dict(out_dir=str(out), data_dir=f"data/{Path(out).name}", micro_batch_size=1, global_batch_size=32)
@@ -334,7 +334,7 @@ def exported(hf, model, tokenizer):
 
 def config_to_hf(hf, c, tokenizer):
     """Return transformers' configuration of this Config."""
-    kind, activations, end = kind_of(c), ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
+    kind, activations, end = kind_of(c), ACTIVATIONS[c.activation], tokenizer.eot_token
     configuration.require(c, "activation", activations, "transformers has no name for it")
     names = {field: column(hf_fields, kind) for field, hf_fields in FIELDS.items()}
     values = {name: getattr(c, field) for field, name in names.items() if name} | fixed(kind, c)

@@ -5,7 +5,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from torch.nn.attention import SDPBackend
 
 import reference
 from errors import UserError, reading
@@ -33,23 +32,19 @@ def recomputable(ops):
     because between the two stands the reader's code of a block, which hands on tensors only.
     """
 
-    def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-        z, out = ops.add_layer_norm_(y, x, bias, weight, norm_bias, drop)
-        kept = z.detach()
-        out.recompute = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
-        return z, out
+    def normed(operation):
+        def run(y, x, *rest):
+            z, out = operation(y, x, *rest)
+            kept = z.detach()
+            out.recompute = lambda: operation(None, kept, *rest)[1]
+            return z, out
 
-    def add_rms_norm_(y, x, weight, epsilon, drop=None):
-        z, out = ops.add_rms_norm_(y, x, weight, epsilon, drop)
-        kept = z.detach()
-        out.recompute = lambda: ops.add_rms_norm_(None, kept, weight, epsilon)[1]
-        return z, out
+        return run
 
     def gelu_(y, bias):
         out, kept = ops.gelu_(y, bias), y.detach()
-        # reference.py has added the bias to y.
-        gelu = partial(ops.gelu_, kept, bias) if ops.gelu_ is not reference.gelu_ else partial(reference.gelu, kept)
-        out.recompute = gelu
+        bias = None if ops.gelu_ is reference.gelu_ else bias  # reference.py has added it to y
+        out.recompute = partial(ops.gelu_, kept, bias)
         return out
 
     def swiglu(gate, up):
@@ -57,8 +52,8 @@ def recomputable(ops):
         out.recompute = partial(ops.swiglu, gate.detach(), up.detach())
         return out
 
-    changed = dict(add_layer_norm_=add_layer_norm_, add_rms_norm_=add_rms_norm_, gelu_=gelu_, swiglu=swiglu)
-    return SimpleNamespace(**vars(ops) | changed)
+    norms = dict(add_layer_norm_=normed(ops.add_layer_norm_), add_rms_norm_=normed(ops.add_rms_norm_))
+    return SimpleNamespace(**vars(ops) | norms | dict(gelu_=gelu_, swiglu=swiglu))
 
 
 def choose_kernels(config, device, dtype):
@@ -86,18 +81,6 @@ def choose_kernels(config, device, dtype):
     if choice == "auto" or not reference.is_causal(config.seq_length):  # flash_attention.py is causal
         fused["attention"] = reference.attention
     return SimpleNamespace(**vars(reference) | fused)
-
-
-def attention_name(config, device, dtype, ops):
-    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend)."""
-    if ops.attention is not reference.attention:
-        return "flash_attention.py"
-    c, causal = config, reference.is_causal(config.seq_length)
-    shapes = [(1, heads // c.tp, c.seq_length, c.head_size) for heads in (c.num_attention_heads, c.query_groups)]
-    q, k = (torch.zeros(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for shape in shapes)
-    mask = None if causal else torch.ones(c.seq_length, c.seq_length, dtype=torch.bool, device=device)
-    grouped = q.shape != k.shape
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=causal, enable_gqa=grouped)).name
 
 
 def trial(config, device):

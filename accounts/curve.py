@@ -6,7 +6,6 @@ A line shows the training loss: the mean of each log line (`lm_loss`), at its la
 validation loss. A loss of nan or inf leaves a gap.
 """
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,30 +22,16 @@ class Curve(NamedTuple):
     validation: list
 
 
-def file_of(run):
-    return Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
-
-
 def read_curve(path):
     """path: an out_dir, or a file like its metrics.jsonl."""
-    with reading(file := file_of(path)):
+    file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
+    with reading(file):
         rows = read_metrics(file).values()
         training = [(row["iteration"], float(row["lm_loss"])) for row in rows]
         validation = [(row["iteration"], float(row["validation_loss"])) for row in rows if "validation_loss" in row]
         if not training:
             raise ValueError("has no loss to draw; train.py writes a loss every log_interval iterations")
     return Curve(Path(path).resolve().name.removesuffix(".jsonl"), training, validation)
-
-
-def loss_differences(first, *others):
-    """Return a line for each other Curve: its largest difference (nan: the first nan) from the first, and where."""
-    losses, lines = dict(first.training), []
-    for curve in others:
-        common = [(abs(loss - losses[i]), i) for i, loss in curve.training if i in losses]
-        if common:
-            most, where = max(common, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
-            lines.append(f"{curve.name} - {first.name}: at most {most:.3g}, at iteration {where}")
-    return lines
 
 
 def draw(path, runs):
@@ -74,9 +59,7 @@ def main(arguments=None):
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, or a file like its metrics.jsonl")
     parser.add_argument("--svg", metavar="FILE", default="loss.svg", help="the picture (default: %(default)s)")
     options = parser.parse_args(arguments)
-    curves = [read_curve(run) for run in options.runs]
-    print("\n".join(loss_differences(*curves)))
-    draw(options.svg, curves)
+    draw(options.svg, [read_curve(run) for run in options.runs])
     print(f"{options.svg}: written")
 
 

@@ -33,10 +33,10 @@ from typing import NamedTuple
 
 from accounts.matrices import matrices_of
 from accounts.memory import shards_of
-from errors import reading
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import REPLICATED, replica_sums, rows_outside, tokens_of_rank
+from parallel.mesh import grid
 from parallel.optimizer import RULES
 from parallel.tensor import ROWS
 
@@ -89,12 +89,6 @@ class Row(NamedTuple):
     condition: CodeType  # True or False for a layout
     elements: CodeType  # of each call, a list
     width: str  # bytes of an element
-    line: str  # its text
-
-
-def named(line):
-    """Turn an error of a row into a UserError that names the row's line."""
-    return reading(f"ledger.py's TABLE, row '{line.strip()}'", Exception)
 
 
 def read(table):
@@ -102,10 +96,9 @@ def read(table):
     per, rows = (), []
     for line in table.strip().splitlines():
         if line.startswith(" "):
-            with named(line):
-                axis, what, operation, condition, elements, width, *_ = re.split("  +", line.strip())
-                formulas = (compile(text, "TABLE", "eval") for text in (condition, elements))
-                rows.append(Row(per, axis, what, operation, *formulas, width, line))
+            axis, what, operation, condition, elements, width, *_ = re.split("  +", line.strip())
+            formulas = (compile(text, f"TABLE: {line}", "eval") for text in (condition, elements))
+            rows.append(Row(per, axis, what, operation, *formulas, width))
         else:
             per = tuple(line.split(", "))
     return rows
@@ -121,9 +114,7 @@ def rows_of(layout):
     letters["lamb"] = RULES[c.optimizer].layerwise
     name = {} if c.zero_copies > 1 else {"shards": "data"}
     for row in EVERY_ROW:
-        with named(row.line):
-            holds = eval(row.condition, letters)
-        if holds:
+        if eval(row.condition, letters):
             yield row._replace(axis=name.get(row.axis, row.axis))
 
 
@@ -144,14 +135,19 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
     occasions = occasions_of(layout, schedule, pp_rank, data_rank, letters)
     for row in rows_of(layout):
         key = row.axis, row.what, row.operation
-        with named(row.line):
-            for times, ranks, letters in occasions[row.per]:
-                n = ranks.get(row.axis, 1)
-                if n > 1 and (elements := eval(row.elements, letters)) and times:
-                    calls, sent = table.get(key, (0, 0))
-                    sent += sent_bytes(row.operation, n, times * sum(elements) * letters[row.width])
-                    table[key] = calls + times * len(elements), sent
+        for times, ranks, letters in occasions[row.per]:
+            n = ranks.get(row.axis, 1)
+            if n > 1 and (elements := eval(row.elements, letters)) and times:
+                calls, sent = table.get(key, (0, 0))
+                sent += sent_bytes(row.operation, n, times * sum(elements) * letters[row.width])
+                table[key] = calls + times * len(elements), sent
     return table
+
+
+def ranks_of(layout):
+    """Return the ranks as `mesh.grid` does."""
+    c = layout.config
+    return grid(axis_sizes(layout)["world"], c.tp, c.pp, c.cp, c.order)
 
 
 def axis_sizes(layout):
@@ -194,8 +190,6 @@ def letters_of_rank(layout, schedule, rank, real_losses):
         rows=[tokens * m.outputs for m in matrices_of(c, "row")],
         runs=2 if c.recompute == "full" else 1,
         kv=2 * tokens * c.hidden_size // c.tp,
-        h=c.hidden_size,
-        c=c.cp,
         blocks=forwards.total() - embeddings - heads,
         embeddings=embeddings,
         heads=heads,

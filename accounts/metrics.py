@@ -42,10 +42,9 @@ def keep_rows(path, iteration):
     """Leave only the rows up to `iteration`: a run that resumes there repeats the others."""
     path.touch()
     lines = "".join(f"{to_json(row)}\n" for i, row in read_metrics(path).items() if i <= iteration)
-    if path.read_bytes() != lines.encode():
-        new = path.with_suffix(".new")
-        new.write_text(lines)
-        new.replace(path)
+    new = path.with_suffix(".new")
+    new.write_text(lines)
+    new.replace(path)
 
 
 def max_resident():

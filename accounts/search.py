@@ -229,9 +229,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
         guess = facts["step_seconds"] if p == 1 else facts_of(c, gpus, device, exact=False)["step_seconds"]
         if other["fits"]:
             facts["other_seconds"][f"--{name}={value}"] = step.seconds + other["step_seconds"] - guess
-    saved = max(map(step.whole_matrices, rows)) * (1 - 1 / (dp * c.tp)) / step.seconds
-    muon = f"; one rank for each matrix would save {saved:.0%}" if saved >= 0.01 else ""
-    return facts | {"binds": binds(facts) + muon}
+    return facts | {"binds": binds(facts)}
 
 
 def error(c, device):

@@ -18,13 +18,12 @@ from functools import cache
 import numpy as np
 
 from accounts import memory, meta
-from accounts.ledger import axis_sizes
+from accounts.ledger import ranks_of
 from accounts.matrices import matrices_of
 from accounts.memory import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
-from parallel.mesh import grid
 from parallel.optimizer import RULES
 from parallel.zero import Window
 
@@ -212,7 +211,7 @@ class Step:
 
 def rings(c, layout, device):
     """Return {axis: (its ranks in one node, all its ranks)}, of rank 0's groups."""
-    ranks = grid(axis_sizes(layout)["world"], c.tp, c.pp, c.cp, c.order)  # [dp, pp, cp, tp]
+    ranks = ranks_of(layout)  # [dp, pp, cp, tp]
     data, stages, shards = ranks[:, 0, :, 0].flatten(), ranks[0, :, 0, 0], layout.data_ranks // c.zero_copies
     groups = {
         "tp": ranks[0, 0, 0],

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config as configuration
 from accounts import ledger, memory, meta, traffic
 from config import CHOICES, Config
-from errors import UserError
 from exercises.show import meshes
 from model import unit_specs
 from parallel import simulation, tensor
@@ -77,21 +76,6 @@ def test_the_columns_of_how_often_are_the_slides():
         found.append({what: per for (axis, what, _), per in ledger.how_often(layout).items() if axis == "data"})
     assert [row["gradients"] for row in found] == [step, step, each, each]
     assert [row.get("parameters") for row in found] == [None, step, step, each]
-
-
-@pytest.mark.parametrize(
-    "right, wrong",
-    [
-        ("used*[P]  ", "used*[P / 4]  "),
-        ("zero == 0", "zeros == 0"),
-        ("      zero == 0", " zero == 0"),
-        ("bucket, step", "bucket, epoch"),
-    ],
-)
-def test_an_error_in_the_table_names_its_row(right, wrong, monkeypatch):
-    with pytest.raises(UserError, match=r"^ledger.py's TABLE, row 'shards +gradients +all_reduce .* wide': \w+Error: "):
-        monkeypatch.setattr(ledger, "EVERY_ROW", ledger.read(ledger.TABLE.replace(right, wrong)))
-        traffic.predict_step(tiny_config(2), 2)
 
 
 # --- predictions without a run ----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The pictures show the numbers: a test compares the texts in a file."""
 
 import itertools
-import json
 import math
 import sys
 from pathlib import Path
@@ -36,19 +35,6 @@ def test_two_layouts_have_equal_curves(tmp_path):
     assert four.validation == [pytest.approx(point, abs=3e-4) for point in one.validation]
     curve.main([*RUNS, f"--svg={tmp_path}/loss.svg"])
     assert {"tiny", "tiny_2x2", "iterations"} <= set(texts(tmp_path / "loss.svg"))
-
-
-def test_two_runs_are_compared(tmp_path, capsys):
-    for n, scale in ((4, 3.0), (1, 1.0)):
-        rows = [{"iteration": i, "lm_loss": 2.0 + n * i, "processes": n if i else 8, "tokens_per_second": s * scale}
-                for i, s in enumerate((7.0, 1.0, 90.0, 100.0, 110.0))]  # fmt: skip
-        (tmp_path / str(n)).mkdir()
-        (tmp_path / str(n) / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    runs = [str(tmp_path / "4"), str(tmp_path / "1")]
-    curve.main([*runs, f"--svg={tmp_path}/x.svg"])
-    assert "1 - 4: at most 12, at iteration 4" in capsys.readouterr().out
-    nan = curve.Curve("nan", [(1, 2.0), (2, math.nan), (3, math.nan)], [])
-    assert curve.loss_differences(curve.read_curve(runs[0]), nan) == ["nan - 4: at most nan, at iteration 2"]
 
 
 def test_a_curve_may_end_in_nan_and_in_a_cut_row(tmp_path):

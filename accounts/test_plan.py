@@ -381,7 +381,6 @@ def test_muon_costs_its_products_on_every_rank():
     products = 24 * 300 * 1024**3 / A100.peak("bf16")
     assert products < more["update"] < 5 * products and more["data parallel"] > 0
     assert facts["muon"]["memory_bytes"]["whole matrices"] == 0  # less than the activations
-    assert "one rank for each matrix would save 6%" in facts["muon"]["binds"] and "rank" not in facts["adamw"]["binds"]
 
 
 @pytest.mark.parametrize("name", ["gpt3_1b3", "tinyllama_1b1"])

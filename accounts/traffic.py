@@ -19,7 +19,6 @@ from operations import DTYPES, resolved_dtype
 from options import Parser
 from parallel import schedules
 from parallel.layout import Layout, build_for, number_of_micro_batches
-from parallel.mesh import grid
 
 
 class Prediction(NamedTuple):
@@ -55,8 +54,7 @@ def predicted_tables(p):
     """Return as text what the first rank of each stage sends and keeps."""
     from accounts import report  # a run needs only `predict_step`
 
-    texts, c = [], p.layout.config
-    ranks = grid(ledger.axis_sizes(p.layout)["world"], c.tp, c.pp, c.cp, c.order)
+    texts, ranks = [], ledger.ranks_of(p.layout)
     for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):
         who = f"rank {ranks[0, stage, 0, 0]}, predicted"
         texts.append(report.sent_table(who, p.layout, {"bytes": sent}))
@@ -66,8 +64,7 @@ def predicted_tables(p):
 
 def groups(layout):
     """Return as text the ranks that send to each other, over each axis. copies: consecutive parts of data."""
-    c = layout.config
-    ranks, lines = grid(ledger.axis_sizes(layout)["world"], c.tp, c.pp, c.cp, c.order), []
+    ranks, lines = ledger.ranks_of(layout), []
     for i, axis in enumerate(("dp", "pp", "cp", "tp")):
         members = sorted(ranks.swapaxes(i, 3).reshape(-1, ranks.shape[i]).tolist())
         if ranks.shape[i] > 1:

@@ -31,8 +31,8 @@ def describe(run, path):
     text += f"dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
     if run.device.type == "cuda":
-        attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
-        text += f"\noperations of {run.zero.ops.join.__module__}.py; attention: {attention}"
+        ops = run.zero.ops
+        text += f"\noperations of {ops.join.__module__}.py; attention: {ops.attention.__module__}.py"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
         text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
     return text
@@ -75,21 +75,26 @@ def compare_hosts(c, mesh, tokens, path):
             "resume": path and checkpoint.read_index(path)["crc32"],
             "initial_weights": weights and checkpoint.read_index(checkpoint.find(weights))["crc32"],
         }
-        first = gather_objects(view, mesh.world)[0]  # afterwards rank 0 removes the file
+        why = "sees other files there than rank 0; all hosts need one shared out_dir and equal data"
+        compare_with_rank_0(view, mesh.world, vars(c), why)  # afterwards rank 0 removes the file
+    compare_with_rank_0(program(), mesh.world, {}, "runs another file than rank 0; all hosts need the same program")
 
-    field = next((name for name in view if view[name] != first[name]), "out_dir")
-    who = f"rank {mesh.rank} (on {socket.gethostname()})"
-    why = f"{who} sees other files there than rank 0; all hosts need one shared out_dir and equal data"
-    agree(mesh.world, lambda: configuration.require(c, field, view == first, why))
-    checksums = program()
-    checksums_of_first = gather_objects(checksums, mesh.world)[0]
+
+def compare_with_rank_0(values, world, fields, why):
+    """Raise UserError on all ranks if a rank has another value than rank 0. values: {name: value}.
+
+    fields: those of the Config, if the names are fields. why: may contain "{}={}", for name and value of rank 0.
+    """
+    first = gather_objects(values, world)[0]
 
     def compare():
-        for name in checksums:
-            if checksums[name] != checksums_of_first.get(name, checksums[name]):
-                raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
+        for name, value in values.items():
+            if (other := first.get(name, value)) != value:
+                field = f"{name}={fields[name]}" if fields else name
+                who = f"rank {world.rank} (on {socket.gethostname()})"
+                raise UserError(f"{field}: {who} {why.format(name, other)}")
 
-    agree(mesh.world, compare)
+    agree(world, compare)
 
 
 def program():
@@ -113,14 +118,8 @@ def new_file(out_dir):
 def load_config(words, world):
     """Return the Config of the command line `words`. All ranks raise the same UserError, also if the hosts differ."""
     config = agree(world, lambda: configuration.load(words))
-    first = gather_objects(config, world)[0]
-
-    def check():
-        for name, value in vars(first).items():
-            why = f"rank {world.rank} (on {socket.gethostname()}) has this value, and rank 0 has {name}={value}"
-            same = name in COMPARED_BY_CONTENT or getattr(config, name) == value
-            configuration.require(config, name, same, f"{why}; start all hosts with equal fields")
-
     agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
-    agree(world, check)
+    fields = {name: value for name, value in vars(config).items() if name not in COMPARED_BY_CONTENT}
+    why = "has this value, and rank 0 has {}={}; start all hosts with equal fields"
+    compare_with_rank_0(fields, world, fields, why)
     return config
