@@ -7,9 +7,8 @@ needs no GPU. A field on the command line keeps its value. With --tp and --pp, o
 judged; with --top=N as well, the layouts with this tp and pp. `accounts/seconds.py` explains the predicted time.
 """
 
-from errors import UserError, exit_on_user_error  # isort: skip
+from errors import exit_on_user_error  # isort: skip
 from options import Parser, boolean, within  # isort: skip
-import json
 from dataclasses import replace
 
 import config as configuration
@@ -48,7 +47,6 @@ OPTIONS = {  # type, default, help
     "top": (within(1, 10**6, whole), None, "layouts to list (10)"),
     "flops": (within(1, 1e40, whole), None, "print size and tokens of the best model for so many FLOPs"),
     "explain": (boolean, False, "print the arithmetic of the given or the best layout"),
-    "json": (boolean, False, "print JSON"),
     "as_is": (boolean, False, "judge the layout of the configuration"),
 }
 
@@ -95,8 +93,7 @@ def plan(options, config, device, fields):
     if options.explain:
         for name, formula, value in [*facts[0]["arithmetic"], ("step", "sum", facts[0]["step_seconds"])]:
             print(f"{name:<37} {formula:<63} {value:>12.5g}")
-    text = "\n".join([*lines, TITLES, *map(entry, facts), LEGEND])
-    print(json.dumps(facts, indent=1) if options.json else text)
+    print(*lines, TITLES, *map(entry, facts), LEGEND, sep="\n")
 
 
 def main(arguments=None):
@@ -104,8 +101,6 @@ def main(arguments=None):
     options, config, fields = parse(arguments)
     device = DEVICES[options.device]
     device = device._replace(per_node=options.gpus_per_node or device.per_node)
-    if options.json and (options.explain or options.flops):
-        raise UserError("--json: --explain and --flops print no JSON; leave one of them out")
     if options.flops:
         scaling.main(options.flops, options.gpus, device)
     else:

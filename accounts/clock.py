@@ -85,19 +85,13 @@ class Span(NamedTuple):
 
 
 class Clock(Tool):
-    """Context: record the Calls and the Spans of the latest steps. steps: {iteration: [Call or Span]}."""
+    """Record the Calls and the Spans of the latest steps. steps: {iteration: [Call or Span]}."""
 
     def __init__(self, run):
-        self.watch, self.counters, self.delay = run.mesh.watch, run.counters, run.config.delay / 1000
+        self.counters, self.delay = run.counters, run.config.delay / 1000
         self.on_gpu, self.steps, self.schedule = run.device.type == "cuda", {}, None
-
-    def __enter__(self):
         self.zero = self.now(), self.on_gpu and self.mark()
-        self.watch.tools.append(self)
-        return self
-
-    def __exit__(self, *error):
-        self.watch.tools.remove(self)
+        run.mesh.watch.tools.append(self)
 
     def now(self):
         if self.on_gpu:

@@ -12,9 +12,8 @@
                  latency    seconds of one hop of a message
 
 `matrix`, `wave` and `wire` of the A100 are fitted to 14 published steps of Megatron-LM with full recomputation
-(Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5; commit 79624d7 has the fit,
-accounts/published.py). `decline` is fitted to half of LLM Foundry's steps with 4,096 tokens or more. The others are
-usual values.
+(Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5), `decline` to half of LLM
+Foundry's steps with 4,096 tokens or more. The others are usual values.
 """
 
 import re

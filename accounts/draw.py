@@ -262,19 +262,19 @@ def recorded_pictures(path, window=""):
         kinds = sorted({event.action.kind for event in events})
         cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in kinds}
         simulated, recorded = simulate(schedule, cost), timeline(cut(events, begin), ranks)
-        title = f"{schedule.name}, recorded: step {max(whole)}"
+        title, notes = f"{schedule.name}, recorded: step {max(whole)}", notes_of(recorded, "ms")
         if not window:
             means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
             ideal = f"{schedule.name}, ideal: {means}, messages no time"
-            shown = picture(title, schedule, recorded, notes_of(recorded, "ms"), calls=cut(calls, begin))
+            shown = picture(title, schedule, recorded, notes, calls=cut(calls, begin))
             return [picture(ideal, schedule, simulated, notes_of(simulated, "ms")), shown]
         first, last = map(float, window.split(","))
         last = min(last, end - begin)
         if not 0 <= first < last:
             raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {end - begin:.0f} ms")
-    part = recorded._replace(events=cut(events, begin + first, begin + last), makespan=last - first)
-    title += f", {first:g} to {last:g} ms"
-    return [picture(title, schedule, part, notes_of(recorded, "ms"), calls=cut(calls, begin + first, begin + last))]
+    events, calls = (cut(rows, begin + first, begin + last) for rows in (events, calls))
+    part = recorded._replace(events=events, makespan=last - first)
+    return [picture(f"{title}, {first:g} to {last:g} ms", schedule, part, notes, calls=calls)]
 
 
 def cut(rows, begin, end=math.inf):

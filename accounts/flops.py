@@ -20,7 +20,7 @@ Like Megatron-LM we count all s by s products of attention, although the causal 
 This is GPT-2. Other models have other weights (`weights` reads them from the model), and the same attention.
 """
 
-from accounts.matrices import head_elements, matrices_of
+from accounts.matrices import shapes
 
 
 def model_flops(config, batch, block_forwards=3):
@@ -31,7 +31,8 @@ def model_flops(config, batch, block_forwards=3):
 
 def weights(config):
     """Return how many weights a token meets: (in a block, in the head). In GPT-2: 12 h^2 and V h."""
-    return sum(m.elements for m in matrices_of(config)), head_elements(config)
+    block, head = shapes(config)
+    return sum(m.elements for m in block), head
 
 
 def hardware_flops(config, batch):

@@ -28,18 +28,17 @@ class Matrix(NamedTuple):
 
 def matrices_of(c, *kinds):
     """Return the Matrices of one block of the model of a Config. kinds: only these."""
-    block, _ = shapes(**{name: getattr(c, name) for name in SECTIONS["model"]})
+    block, _ = shapes(c)
     return [m for m in block if not kinds or m.kind in kinds]
 
 
-def head_elements(c):
-    """Return the number of weights in the head, in GPT-2 V h."""
-    return shapes(**{name: getattr(c, name) for name in SECTIONS["model"]})[1]
+def shapes(c):
+    """Return (Matrices of a block, elements of the head's matrices: in GPT-2 V h)."""
+    return _shapes(**{name: getattr(c, name) for name in SECTIONS["model"]})
 
 
 @cache
-def shapes(**fields):
-    """Return (Matrices of a block, elements of the head's matrices)."""
+def _shapes(**fields):
     units = unit_specs(Config(**fields))
     block, head = ([matrix(spec) for spec in units[i] if spec.std and len(spec.shape) > 1] for i in (1, -1))
     return block, sum(m.elements for m in head)

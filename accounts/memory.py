@@ -47,7 +47,7 @@ word table. If a schedule splits B, a chunk has them from its I to its W.
 `whole_gradients` and `after_actions` write what `Bucket` and `Mailbox` do a second time, on purpose: a formula that
 runs the program's own code would repeat its mistakes. `test_memory.py` holds them to measured bytes.
 
-**Not counted** (`meter.Activations.process_peak` measures them):
+**Not counted** (the log's line of memory contains them):
 
     - tensors that live only within one action (logits, gradients of activations)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table

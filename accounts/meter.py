@@ -1,7 +1,7 @@
 """Measure the bytes that one rank keeps in a run. `memory.py` predicts the same bytes.
 
 After each action, `Activations` adds up the tensors that autograd has saved for backward, and those that the executor
-keeps. A storage counts once, under its first name. Parameters do not count.
+keeps. A storage counts once. Parameters do not count.
 
 On the CPU, without --delay, the measured bytes equal the formulas exactly. Otherwise there are two differences:
 
@@ -17,7 +17,6 @@ import torch
 
 from accounts.memory import PEAK, RECOMPUTED, WHOLE
 from accounts.meta import storage_id
-from accounts.metrics import max_resident
 from parallel.schedules import Action
 from parallel.watch import Tool
 
@@ -69,7 +68,6 @@ class Activations(Tool):
         self.current = self.peak = self.recomputed = self.whole = 0  # bytes
 
     def __enter__(self):
-        self.before = max_resident()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         self.hooks.__enter__()
         self.executor.watch.tools.append(self)
@@ -83,15 +81,6 @@ class Activations(Tool):
         """Return the rows of activations in `memory.predict_kept`."""
         table = {WHOLE: self.whole, PEAK: self.peak, RECOMPUTED: self.recomputed}
         return {what: count for what, count in table.items() if count or what == PEAK}
-
-    def process_peak(self):
-        """Return as text the largest memory of this process. It has no formula: tensors within actions count, too."""
-        device = self.executor.zero.device
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-            return f"measured by PyTorch's allocator, also within actions: {peak:,} bytes"
-        grown = max_resident() - self.before  # model states have been in memory since before the first step
-        return f"measured by the operating system, also within actions: the model states and {grown:,} bytes"
 
     @contextmanager
     def span(self, phase, subject):

@@ -6,6 +6,7 @@ GPU they are NVTX ranges, too, for `nsys profile`.
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -37,20 +38,15 @@ class Names(Tool):
         return self.named(f"wait for {subject[0]} {subject[1]}" if phase == "wait" else phase)
 
     def started(self, pending, phase, axis, what, operation, peer):
-        name = f"{operation} of {what or 'a message'} over {axis.name}"
+        """Put a handle whose wait has a name in place of torch's."""
+        name, work = f"{operation} of {what or 'a message'} over {axis.name}", pending.work
+
+        def wait():
+            with self.named(f"wait for {name}"):
+                work.wait()
+
         with self.named(f"start {name}"):
-            pending.work = NamedWork(pending.work, self.named, f"wait for {name}")
-
-
-class NamedWork:
-    """A communication whose wait has a name. work: torch's handle."""
-
-    def __init__(self, work, named, name):
-        self.work, self.named, self.name, self.is_completed = work, named, name, work.is_completed
-
-    def wait(self):
-        with self.named(self.name):
-            self.work.wait()
+            pending.work = SimpleNamespace(wait=wait, is_completed=work.is_completed)
 
 
 @contextlib.contextmanager
@@ -67,8 +63,7 @@ def profiling(run, say):
         profile.export_chrome_trace(str(files[-1]))
 
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profile:
-        run.mesh.watch.tools.append(names := Names(profile, gpu))
+        run.mesh.watch.tools.append(Names(profile, gpu))
         yield
-        run.mesh.watch.tools.remove(names)
     if not files:
         say(f"profile={folder}: no file is written: the run ended before its step {WARM + 1} was complete")

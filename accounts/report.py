@@ -19,7 +19,7 @@ def watching(run, say):
     if c.trace:
         agree(mesh.world, lambda: trace.check_file(c.trace) if mesh.rank == 0 else None)
     with contextlib.ExitStack() as stack:
-        times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
+        times = clock.Clock(run) if c.ledger or c.trace or c.delay else None
         if c.profile:
             stack.enter_context(profile.profiling(run, say))
         activations = stack.enter_context(meter.Activations(run.executor)) if c.ledger else None
@@ -47,10 +47,8 @@ def measured_tables(run, activations):
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, schedules[max(run.steps)][0], rank, sizes)  # the largest step
     measured = meter.measured_states(zero) | activations.rows()
-    bytes_kept = {"bytes": measured, "formula": formula}
-    who = f"rank {mesh.rank}"
-    texts = [sent_table(who, layout, sent)]
-    texts.append(f"{kept_table(who, layout, rank, bytes_kept)}\n{activations.process_peak()}")
+    who, bytes_kept = f"rank {mesh.rank}", {"bytes": measured, "formula": formula}
+    texts = sent_table(who, layout, sent), kept_table(who, layout, rank, bytes_kept)
     return "\n\n".join(row for text in texts for row in gather_objects(text, mesh.pp))
 
 

@@ -16,7 +16,6 @@ These layouts are not listed, because another one is better. Set their fields to
 """
 
 import gc
-import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -27,7 +26,7 @@ from accounts import ledger, memory
 from accounts.flops import hardware_flops, model_flops
 from accounts.matrices import matrices_of
 from accounts.meta import work_of
-from accounts.seconds import ERRORS, Step, schedule
+from accounts.seconds import Step, schedule
 from errors import UserError
 from model import unit_specs
 from operations import DTYPES
@@ -60,17 +59,12 @@ def messages_of(*numbers):
     return simulation.messages(schedule(*numbers))
 
 
-def has_head(layout, rank):
-    return any(len(layout.unit_specs) - 1 in layout.units[chunk] for chunk in layout.chunks(rank))
-
-
 class Model:
     """The bytes of any layout of one model."""
 
     def __init__(self, config):
         self.config, self.unit_specs, self.item = config, unit_specs(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)
-        self.parameters = sum(math.prod(spec.shape) for spec in {spec for unit in self.unit_specs for spec in unit})
         self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
         self.sizes = cache(lambda layout: memory.sizes(layout.config, self.item, self.wide, on_cpu=False))
@@ -123,7 +117,8 @@ class Model:
         sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
         parameters = self.item * (sum(largest[:2]) + word) if layout.zero_stage == 3 else 0
-        tokens = min(ROWS, tokens_of_rank(c)) if has_head(layout, rank) else 0
+        has_head = any(len(layout.unit_specs) - 1 in layout.units[chunk] for chunk in layout.chunks(rank))
+        tokens = min(ROWS, tokens_of_rank(c)) * has_head
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         momentum = 0
         if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors like its largest parameter
@@ -190,7 +185,7 @@ def check_search(c, has_days):
 
 
 def facts_of(c, gpus, device, tokens=None, exact=True):
-    """Return {key of plan.py's --json: value} of one layout, in bytes and seconds.
+    """Return {name: value} of one layout, in bytes and seconds.
 
     exact=False is fast: it guesses the bubble, and tries no other order or copies.
     """
@@ -206,11 +201,8 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
     available = step.seconds * gpus * device.peak(c.dtype)  # FLOPs
     facts = {
         "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *FIELDS, "zero_copies", "offload")},
-        "gpus": gpus,
-        "device": device.name,
         "micro_batches": m,
         "step_seconds": step.seconds,
-        "expected_error": error(c, device),
         "step_parts": step.parts,
         "other_seconds": {},
         "bubble": step.bubble,
@@ -230,12 +222,6 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
         if other["fits"]:
             facts["other_seconds"][f"--{name}={value}"] = step.seconds + other["step_seconds"] - guess
     return facts | {"binds": binds(facts)}
-
-
-def error(c, device):
-    """Return the expected error of a step's seconds, or None: the published steps are GPTs on A100 and H100."""
-    known = c.model == "model" and device.chip != "V100 SXM2"
-    return next((error for most, error in ERRORS.items() if known and c.seq_length <= most), None)
 
 
 def others(c, gpus, dp, device):

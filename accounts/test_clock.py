@@ -28,7 +28,8 @@ def repeated(pp, hidden):
     """Exchange a tensor, and compute for `hidden` ms meanwhile. pp=2: rank 1 computes before it sends a message."""
     mesh, x = Mesh(pp=pp), torch.ones(4)
     run, late = watched(mesh), pp == 2 and mesh.rank == 1
-    with mesh.watch("forward"), clock.Clock(run) as times:
+    times = clock.Clock(run)
+    with mesh.watch("forward"):
         for run.counters.iteration in range(6):
             pending = None if late else receive((4,), x, mesh.pp, 1) if pp == 2 else all_reduce(x, mesh.data, "data")
             time.sleep(hidden / 1000 * (late or pp == 1))
@@ -65,10 +66,8 @@ def table(config, planted=False):
     """
     run = built(config)
     batches, ledger = tiny_batches(run), run.mesh.watch.ledger
-    with (
-        clock.Clock(run) as times,
-        mock.patch.object(Bucket, "start_gather", [Bucket.start_gather, waiting_at_once][planted]),
-    ):
+    times = clock.Clock(run)
+    with mock.patch.object(Bucket, "start_gather", [Bucket.start_gather, waiting_at_once][planted]):
         for _ in range(4):
             train.train_step(run, batches)
     found = times.table(run.mesh)
@@ -111,7 +110,8 @@ def test_on_a_gpu_no_step_waits_for_the_marks(monkeypatch):
     with pytest.raises(UserError, match="delay"), report.watching(run, print):
         pass
     run.config.delay = 0
-    with mesh.watch("reduce"), clock.Clock(run) as times:
+    times = clock.Clock(run)
+    with mesh.watch("reduce"):
         for run.counters.iteration in range(3):
             mesh.watch.started(Pending(None, work), axis, "gradients", "all_reduce").wait()
     assert synchronize.call_count == 1 and work.wait.call_count == 3

@@ -201,9 +201,7 @@ def test_a_tensor_that_backward_needs_may_not_change_in_place(metered):
             y.sum().backward()
 
 
-def test_the_report_shows_counted_bytes_and_ends_with_the_measured_peak(monkeypatch):
-    resident = [3_000_000, 5_500_000]
-    monkeypatch.setattr(meter, "max_resident", lambda: resident.pop(0))
+def test_the_report_shows_counted_bytes():
     run, batches = started(tiny_config(1, dtype="bf16"))
     with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
@@ -213,5 +211,4 @@ def test_the_report_shows_counted_bytes_and_ends_with_the_measured_peak(monkeypa
     assert cells["model states"] == [f"{18 * elements:,}", f"{18 * elements:,}", "18.00"]
     assert cells["gradients"][-1] == "4.00"
     assert cells[memory.PEAK][:2] == [f"{account.peak:,}"] * 2
-    assert "the model states and 2,500,000 bytes" in lines[-1]
-    assert lines[-2] == f"P = {elements:,} parameters as stored, 896 of them padding"
+    assert lines[-1] == f"P = {elements:,} parameters as stored, 896 of them padding"

@@ -17,7 +17,6 @@ from errors import UserError, exit_on_user_error
 from model import unit_specs
 from operations import DTYPES, resolved_dtype
 from options import Parser
-from parallel import schedules
 from parallel.layout import Layout, build_for, number_of_micro_batches
 
 
@@ -25,7 +24,6 @@ class Prediction(NamedTuple):
     """A step of one rank of each stage: data rank 0, tp rank 0."""
 
     layout: Layout
-    schedule: schedules.Schedule
     sizes: memory.Sizes
     sent: list  # sent[pipeline rank]: `ledger.predict_sent` of data rank 0
     bytes_kept: list  # bytes_kept[pipeline rank]: `memory.predict_kept`
@@ -47,7 +45,7 @@ def predict_step(config, ranks, device=None):
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu")
     sent = [ledger.predict_sent(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
     bytes_kept = [memory.predict_kept(layout, schedule, stage, sizes) for stage in range(config.pp)]
-    return Prediction(layout, schedule, sizes, sent, bytes_kept)
+    return Prediction(layout, sizes, sent, bytes_kept)
 
 
 def predicted_tables(p):
