@@ -53,7 +53,7 @@ from testing.tiny import CHECKED, built, stirred, tiny_batches, write_tokens, wr
 from testing.workers import Workers
 
 TRAINING = dict(
-    dropout=0.0, max_position_embeddings=0, micro_batch_size=1, train_iters=3, lr=1e-2, min_lr=0.0, skip_norm=0.0,
+    dropout=0.0, max_position_embeddings=0, micro_batch_size=1, train_iters=3, lr=1e-2, min_lr=0.0,
     lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-6, dtype="fp64", kernels="torch",
     log_interval=1, eval_iters=2, save_interval=2,
 )  # fmt: skip

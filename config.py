@@ -70,7 +70,6 @@ class Config:
     adam_eps: float = 1e-8  # added to the second moment's root
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
-    skip_norm: float = 0.0  # skip updates with a larger norm (0: none) (Megatron-LM: --grad-norm-skip-threshold)
 
     # -- numbers
     dtype: str = "auto"  # auto: bf16 or fp16 on a GPU, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
@@ -105,7 +104,6 @@ class Config:
     eval_iters: int = 10  # global batches of a validation, of each data set (0: none)
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
-    stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
     check_replicas: int = 0  # updates between comparisons of copies (always: after the first, and before a save)
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU
@@ -166,10 +164,10 @@ BELOW |= {"train_iters": 1e7}  # each update has a rate in a table
 BELOW |= {"num_layers": 1e5, "chunks": 1e5, "pp": 1e5}  # each is an object
 BELOW |= {"micro_batch_size": 1e6}  # `remedy` tries each smaller one
 MOST_MICRO_BATCHES = 1e5  # of an update: each has an action in a schedule
-NO_EFFECT = (  # on the weights of a resumed run
+NO_EFFECT = (  # on the weights of a resumed run; also two former fields
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
-    "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale "
-    "initial_weights profile"
+    "tensorboard wandb comm_timeout new_data check_replicas init_method_std initial_loss_scale "
+    "initial_weights profile skip_norm stop_after_nan"
 ).split()
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
@@ -211,7 +209,8 @@ def load(words):
 def from_file(path):
     with reading(path, Exception):
         names = runpy.run_path(str(regular(path))).items()
-        words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
+        fields = {k: v for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))}
+        words = [f"--{k}={v}" for k, v in fields.items() if v != FORMER.get(k, (None,))[0]]
     try:
         return vars(parser().parse_args(words))
     except UserError as error:
@@ -271,12 +270,12 @@ def of_checkpoint(index):
     """
     saved, fields = index["config"], vars(Config())
     for name, value in saved.items():
-        kinds = {type(fields.get(name)), int} if type(fields.get(name)) is float else {type(fields.get(name))}
-        if name in FORMER and value != FORMER[name][0]:
+        kind = type(fields.get(name))
+        if name in FORMER and name not in NO_EFFECT and value != FORMER[name][0]:
             raise UserError(f"{name}={value!r:.40}: {where_now(FORMER[name][1])}")
         if name not in (*fields, *FORMER) and value:
             raise UserError(f"{name}={value!r:.40}: the checkpoint uses this field, which this program does not have")
-        if name in fields and type(value) not in kinds:
+        if name in fields and type(value) not in ({kind, int} if kind is float else {kind}):
             raise UserError(f"{name}={value!r:.40}: should be like {fields[name]!r}")
     config = Config(**fields | {name: saved[name] for name in fields if name in saved})
     check_values(config)

@@ -3,16 +3,13 @@
 The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`): `tflops` counts the model FLOPs,
 `hardware_tflops` also recomputation. `mfu`, the model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is
 `tflops` divided by the device's peak.
-
-`Logger.log` writes a row of numbers as Megatron-LM's line to the terminal, as a line to out_dir/metrics.jsonl and, if
-configured, to TensorBoard and Weights & Biases (W&B).
 """
 
 import math
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -51,14 +48,12 @@ class Timers(Tool):
         self.on_gpu = torch.device(device).type == "cuda"
         self.spans = []  # (phase, start, stop)
 
-    def span(self, phase, subject=None):
-        return self._timed(phase) if phase in TIMED else nullcontext()
-
     @contextmanager
-    def _timed(self, phase):
+    def span(self, phase, subject=None):
         start = self.mark()
         yield
-        self.spans.append((phase, start, self.mark()))
+        if phase in TIMED:
+            self.spans.append((phase, start, self.mark()))
 
     def mark(self):
         if not self.on_gpu:
@@ -77,31 +72,15 @@ class Timers(Tool):
 
 
 class InStep(Tool):
-    """On rank 0: a bar of the actions of a step that takes LONG seconds, and the answer to a signal.
-
-    say: prints a text.
-    """
-
-    LONG = 15
+    """On rank 0: the answer to a signal, after an action of a long step. say: prints a text."""
 
     def __init__(self, run, say):
-        self.run, self.say, self.answered, self.bar = run, say, False, None
+        self.run, self.say, self.answered = run, say, False
 
     @contextmanager
     def span(self, phase, subject):
-        if phase == "pipeline":
-            actions = len(subject.actions[self.run.mesh.pp.rank])
-            looks = dict(desc="this step", unit=" actions", leave=False, dynamic_ncols=True, disable=None)
-            with tqdm(total=actions, delay=self.LONG, **looks) as self.bar:
-                yield
-            return
         yield
-        if isinstance(subject, Action):
-            self.bar.update()
-            self.answer()
-
-    def answer(self):
-        if self.run.signals.stop and not self.answered:
+        if isinstance(subject, Action) and self.run.signals.stop and not self.answered:
             self.answered, limit = True, "a second Ctrl-C ends it now, unsaved"
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 limit = "torchrun ends it, unsaved, after --shutdown-timeout (default: 30 s)"
@@ -113,11 +92,14 @@ class InStep(Tool):
 # --- from steps to a row of numbers -----------------------------------------------------------------------------------
 
 
+PATIENCE = 20  # losses or gradients in a row that are not finite, until the run stops
+
+
 class StepNumbers(NamedTuple):
     loss: float  # mean over all micro-batches and data ranks
     grad_norm: float  # of all ranks, before clipping; nan or inf after an overflow
     lr: float
-    skipped: bool  # a gradient overflowed on some rank, or the norm is above skip_norm
+    skipped: bool  # a gradient overflowed on some rank
     stop: bool  # some rank received a signal: all ranks save and stop
     apart: bool  # before this step the ranks had made different numbers of updates
     loss_scale: float
@@ -144,8 +126,7 @@ class PendingStep:
 class Interval:
     """The steps since the last log line. unread: the newest `PendingStep`, or None.
 
-    On a GPU the newest step is read one step later: then the device already works on the next one. All ranks have the
-    same numbers, so they decide alike without communication.
+    All ranks have the same numbers, so they decide alike without communication.
     """
 
     def __init__(self, run, say):
@@ -172,8 +153,8 @@ class Interval:
     def read(self, last=False):
         """Wait for the unread step, and move it to `steps`. last: no step follows.
 
-        Raises UserError on all ranks after `stop_after_nan` losses in a row that are not finite, after as many skipped
-        updates, after one such loss in the last step, or if the ranks have made different numbers of updates.
+        Raises UserError on all ranks after PATIENCE losses in a row that are not finite, after as many skipped updates,
+        after one such loss in the last step, or if the ranks have made different numbers of updates.
         """
         c = self.run.config
         if self.unread:
@@ -184,18 +165,15 @@ class Interval:
             self.stop |= step.stop
             self.updated |= not step.skipped
             self.bad_losses = 0 if math.isfinite(step.loss) else self.bad_losses + 1
-            overflow = self.run.dtype == "fp16" and not math.isfinite(step.grad_norm)
-            curable = overflow and step.loss_scale > c.min_loss_scale
+            curable = self.run.dtype == "fp16" and step.loss_scale > c.min_loss_scale
             self.bad_gradients = self.bad_gradients + 1 if step.skipped and not curable else 0
         self.unread = None
-        most = c.stop_after_nan or math.inf
         saved = "nothing was saved since then"
         remedy = f"resume from a checkpoint in {c.out_dir} with other values (--lr)"
-        if self.bad_losses and (last or self.bad_losses >= most):
+        if self.bad_losses and (last or self.bad_losses >= PATIENCE):
             raise agreed(f"lm_loss: the last {self.bad_losses} are not finite, and {saved}; {remedy}")
-        if self.bad_gradients >= most:
-            above = f" or above skip_norm={c.skip_norm}" if c.skip_norm else ""
-            skipped = f"the last {self.bad_gradients} are not finite{above}, so these updates were skipped"
+        if self.bad_gradients >= PATIENCE:
+            skipped = f"the last {self.bad_gradients} are not finite, so these updates were skipped"
             raise agreed(f"grad_norm: {skipped}, and {saved}; {remedy}")
 
     @contextmanager
@@ -329,7 +307,7 @@ class Logger:
                 sys.stdout.flush()
 
     def log(self, row):
-        """Write an `Interval.row`. The memory is printed once, after the first row."""
+        """Write an `Interval.row`."""
         if not self.first:
             return
         # Open the file for each line, to notice that out_dir was removed. Without a buffer no reader sees half a line.

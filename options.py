@@ -74,6 +74,8 @@ lr-decay-samples lr-scheduler.decay-ratio: use --lr_decay_iters
 lr-warmup-samples .*warmup-steps: use --lr_warmup_iters
 type optimizer.name model.optim.name: use --optimizer
 betas: use --adam_beta1 and --adam_beta2
+skip-norm grad-norm-skip-threshold: not built: see --clip_grad
+stop-after-nan: not needed: it is always 20
 gradient-clipping max-grad-norm training.max-norm trainer.gradient-clip-val: use --clip_grad
 loss-scale: not needed: 0 means dynamic, and fp16's always is (the first: --initial_loss_scale)
 check-weight-hash-across-dp-replicas-interval: use --check_replicas
@@ -85,7 +87,7 @@ reset-attention-mask reset-position-ids eod-mask-loss: not built: documents in a
 """
 
 
-# Fields that the program no longer has: (the value without an effect, the file with the first form of the scheme).
+# Fields that the program no longer has: (the value that files may still have, where to look now).
 EXPERTS = "ladder/rung20_experts.py"
 FORMER = {
     "updates_per_call": (1, "ladder/rung14_pipedream.py"),
@@ -96,6 +98,8 @@ FORMER = {
     "expert_group": (0, EXPERTS),
     "capacity_factor": (1.25, EXPERTS),
     "balance": (0.01, EXPERTS),
+    "skip_norm": (0.0, "--clip_grad"),
+    "stop_after_nan": (20, "log.py"),
 }
 
 
@@ -128,30 +132,22 @@ class Parser(argparse.ArgumentParser):
         last = name.rpartition(".")[2]  # torchtitan has --training.seed, NeMo model.optim.lr
         if (ours := "--" + last.replace("-", "_")) in self._option_string_actions:
             return f"use {ours}"
-        if last.replace("-", "_") in FORMER:
-            return where_now(FORMER[last.replace("-", "_")][1])
         for names, _, answer in (row.partition(": ") for row in FOREIGN.splitlines()):
             if any(re.fullmatch(pattern, name) for pattern in names.split()):
                 return answer.format(flag)
+        if former := FORMER.get(last.replace("-", "_")):
+            return where_now(former[1])
         for option in self._actions:
             if f"--{last}" in re.findall(r"--[\w-]+", option.help or ""):
                 return f"use {option.option_strings[-1]}"
         word = "--" + name.replace("-", "_")
-        alike = [option for option in self._option_string_actions if may_mean(word, option)]
-        matches = difflib.get_close_matches(word, alike, n=1, cutoff=0.85)
+        # 0.88: ffn_hidden_width is no typo of hidden_size, but another program's option.
+        matches = difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.88)
         remedy = f"the nearest is {matches[0]}" if matches else f"{self.prog} --help lists all"
         return f"no such option; {remedy}"
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
-
-
-def may_mean(typo, option):
-    """Return whether words are alike. ffn_hidden_size has other words than hidden_size: it is no typo, but foreign."""
-    words, our_words = typo.split("_"), option.split("_")
-    pairs = zip(words, our_words, strict=False)
-    alike = len(words) <= len(our_words) and all(difflib.SequenceMatcher(None, *pair).ratio() > 0.6 for pair in pairs)
-    return alike or "".join(words) == "".join(our_words)
 
 
 def within(least, most, kind=int):

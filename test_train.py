@@ -436,23 +436,6 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
     assert different != "out" or not [*tmp_path.rglob("step_*")]
 
 
-def go_with_another_file(config, name):
-    """Train. On rank 1 the file `name` has one more byte. Return the message, or None."""
-    content = Path.read_bytes
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == 1:
-            patch.setattr(Path, "read_bytes", lambda path: content(path) + b"#" * (path == HERE / name))
-        return fails(config)
-
-
-@pytest.mark.parametrize("name", ["model.py", "parallel/zero.py", "exercise.py"])
-def test_hosts_with_another_program_stop_before_the_first_step(workers, tokens_dir, tmp_path, name):
-    """Files that a run does not import may differ."""
-    line = rf"{name}: rank 1 \(on .*\) runs another file than rank 0;" if name != "exercise.py" else "None"
-    for said in workers.run(2, go_with_another_file, configured(tmp_path, tokens_dir, train_iters=1), name):
-        assert re.match(line, str(said))
-
-
 def refused_action(hosts, sick, word):
     """Return the message of an action that fails on the ranks `sick`. hosts: each rank's."""
     world = everyone()
@@ -638,6 +621,19 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
     assert sorted((tmp_path / "out").rglob("*")) == before and "changed" not in out
     code, out, _ = main(monkeypatch, capsys, "--help")
     assert code == 0 and "--lr_warmup_fraction" in out
+
+
+def test_skipped_updates_stop_the_run_and_replace_no_good_checkpoint(config_file, monkeypatch, capsys, tmp_path):
+    """All losses are finite."""
+    words = [config_file, "--save_interval=2", "--keep=1"]
+    monkeypatch.setattr(log, "PATIENCE", 8)
+    assert main(monkeypatch, capsys, *words, "--train_iters=4")[0] == 0
+    monkeypatch.setattr(Zero, "squared_norm", lambda zero: torch.full((), math.nan, dtype=torch.float64))
+    code, _, err = main(monkeypatch, capsys, *words, "--train_iters=40")
+    assert code == 2 and "grad_norm: the last 8 are not finite, so these updates were skipped" in err
+    assert checkpoint.all_steps(tmp_path / "out") == [4]
+    assert main(monkeypatch, capsys, *words, "--train_iters=10")[0] == 0
+    assert checkpoint.all_steps(tmp_path / "out") == [4, 10], "a last checkpoint after skipped updates removes no other"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from errors import exit_on_user_error  # isort: skip
 import contextlib
 import faulthandler
 import itertools
-import math
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -44,7 +43,7 @@ def train_step(run, batches):
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is
     not finite, and every rank skips the update: it changes no weight, no moment and not
-    `zero.updates`. A norm above `skip_norm` does the same.
+    `zero.updates`.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -67,18 +66,15 @@ def train_step(run, batches):
         # Numbers that differ by 1 differ from their mean on every rank, so all ranks see it in the same step.
         apart = updates != mesh.world.size * zero.updates
 
-        # With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
-        if c.skip_norm:
-            skip |= norm > c.skip_norm
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
         lr = run.rates.take(zero.updates)  # unlike run.rates[...], it does not wait for the GPU
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
         pending = PendingStep(torch.stack([loss, norm, lr, skip, stop, apart]), scale, samples)
         if run.loss_scale.dynamic:  # fp16: the next step's scale depends on this step's overflow
-            run.loss_scale.update(not math.isfinite(pending.read().grad_norm))
+            run.loss_scale.update(pending.read().skipped)
 
     run.steps[m] += 1
     run.counters.iteration += 1
@@ -110,7 +106,6 @@ def evaluate(run, tokens):
 
 def validate(run, mixture):
     """Return {"validation_loss": mean by weight, "validation_loss/NAME": of a set, if several}."""
-    agree(run.mesh.world, mixture.check_sizes)
     losses = {name: evaluate(run, tokens) for name, tokens in mixture.sets.items()}
     each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
     return {"validation_loss": mixture.mean(losses)} | (each if len(each) > 1 else {})
@@ -141,11 +136,9 @@ def train(run, tokens, validation, logger):
                     logger.log(row | (validate(run, validation) if validates else {}))
             if due(c.save_interval):
                 interval.read(last)  # so that it knows whether the newest step was bad
-            # A checkpoint of nan would be useless. Skipped updates change no weight, but the weights before them may
-            # be the cause: saves between them would soon replace all good checkpoints.
+            # Skipped updates change no weight, but the weights before them may be the cause: saves between them would
+            # soon replace all good checkpoints.
             saving = due(c.save_interval) and not interval.bad_losses and (last or not interval.bad_gradients)
-            if saving:
-                agree(run.mesh.world, tokens.check_sizes)
             if due(c.check_replicas) or saving or (first and interval.updated):
                 with interval.paused():
                     replicas.compare_copies(run.zero, counters.iteration)

@@ -2,21 +2,17 @@
 
 import contextlib
 import socket
-import sys
 import tempfile
-import zlib
-from importlib.util import find_spec
 from pathlib import Path
 
 import config as configuration
 import data
 import operations
 from accounts import limits
-from errors import UserError, explained
+from errors import explained
 from parallel.comm import agree, gather_objects
-from recovery import checkpoint, hang, processes
+from recovery import checkpoint, processes
 
-PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
 # Hosts may have other paths to the same files (`compare_hosts`).
 COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume", "initial_weights"
 
@@ -45,8 +41,6 @@ def open_files(config, mesh, device, stack):
     ranks wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
-        for name in filter(vars(config).get, ("tensorboard", "wandb")):
-            configuration.require(config, name, find_spec(name), f"needs a package: pip install {name}")
         stack.enter_context(processes.lock(config.out_dir))
         checkpoint.remove_unfinished(config.out_dir)
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
@@ -64,7 +58,7 @@ def open_files(config, mesh, device, stack):
 
 
 def compare_hosts(c, mesh, tokens, path):
-    """Raise UserError on all ranks if a rank sees another out_dir, data, checkpoint or program than rank 0."""
+    """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0."""
     with contextlib.ExitStack() as stack:
         writes, weights = mesh.rank == 0 and not c.eval_only, "" if path else c.initial_weights
         name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
@@ -76,33 +70,22 @@ def compare_hosts(c, mesh, tokens, path):
             "initial_weights": weights and checkpoint.read_index(checkpoint.find(weights))["crc32"],
         }
         why = "sees other files there than rank 0; all hosts need one shared out_dir and equal data"
-        compare_with_rank_0(view, mesh.world, vars(c), why)  # afterwards rank 0 removes the file
-    compare_with_rank_0(program(), mesh.world, {}, "runs another file than rank 0; all hosts need the same program")
+        compare_with_rank_0(c, view, mesh.world, why)  # afterwards rank 0 removes the file
 
 
-def compare_with_rank_0(values, world, fields, why):
-    """Raise UserError on all ranks if a rank has another value than rank 0. values: {name: value}.
+def compare_with_rank_0(c, values, world, why):
+    """Raise UserError on all ranks if a rank has another value than rank 0. values: {field of the Config c: value}.
 
-    fields: those of the Config, if the names are fields. why: may contain "{}={}", for name and value of rank 0.
+    why: may contain "{}={}", for the field and its value on rank 0.
     """
     first = gather_objects(values, world)[0]
 
     def compare():
+        who = f"rank {world.rank} (on {socket.gethostname()})"
         for name, value in values.items():
-            if (other := first.get(name, value)) != value:
-                field = f"{name}={fields[name]}" if fields else name
-                who = f"rank {world.rank} (on {socket.gethostname()})"
-                raise UserError(f"{field}: {who} {why.format(name, other)}")
+            configuration.require(c, name, value == first[name], f"{who} {why.format(name, first[name])}")
 
     agree(world, compare)
-
-
-def program():
-    """Return {path: crc32} of this project's files that the process has imported, without configurations."""
-    files = {Path(getattr(module, "__file__", None) or "").absolute() for module in [*sys.modules.values()]}
-    # Some modules have no file.
-    paths = sorted(path for path in files if path.parent in PROGRAM and path.is_file())
-    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in paths}
 
 
 @contextlib.contextmanager
@@ -121,5 +104,5 @@ def load_config(words, world):
     agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
     fields = {name: value for name, value in vars(config).items() if name not in COMPARED_BY_CONTENT}
     why = "has this value, and rank 0 has {}={}; start all hosts with equal fields"
-    compare_with_rank_0(fields, world, fields, why)
+    compare_with_rank_0(config, fields, world, why)
     return config
