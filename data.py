@@ -19,10 +19,7 @@ start. A step distributes the next samples over the data ranks. Two data ranks, 
     data rank      0    0    1    1   |   0    0    1    1
     micro-batch             0         |           1
 
-The ranks of a tensor or pipeline group read the same batch. The file is mapped into memory, so the ranks of a host
-share its pages.
-
-Each epoch has each sample once, and the order does not depend on train_iters, which may change on a resume.
+The ranks of a tensor or pipeline group read the same batch.
 
 Several data sets have weights: `--data_dir=60:data/en,30:data/code,10:data/ja`. `places` gives each sample of the run
 its set and its number in this set. These numbers count the samples and epochs of a set, as above.
@@ -125,8 +122,7 @@ class Tokens:
             if self.num_samples < 1:
                 size = f"{num_tokens} tokens; a sample needs {seq_length + 1}"
                 raise NoSample(f"seq_length={seq_length}: {self.path}: {size}")
-            self.mapped = map_file(self.path)
-            self.tokens = np.frombuffer(self.mapped, TOKEN_DTYPES[self.meta["dtype"]])  # [num_tokens], read-only
+            self.tokens = np.frombuffer(map_file(self.path), TOKEN_DTYPES[self.meta["dtype"]])  # [num_tokens]
             if len(self.tokens) != num_tokens:
                 raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {num_tokens:,}")
             if ids > vocab_size:
@@ -284,13 +280,6 @@ class Mixture:
                 rows[torch.from_numpy(mine)] = tokens.batch(inside[mine], seed)
         return rows
 
-    def check_sizes(self):
-        """Raise UserError if a file has become shorter: to read beyond its end would end the process (SIGBUS)."""
-        for tokens in self.sets.values():
-            size, right = tokens.mapped.size(), tokens.tokens.nbytes
-            if size < right:
-                raise UserError(f"{tokens.path}: has {size:,} bytes, and had {right:,} when the run began")
-
     def progress(self, consumed_samples):
         """Return the entries of a row of metrics.jsonl: tokens and epochs of each of several sets."""
         row, samples = {}, self.offsets + counts(consumed_samples, self.shares)
@@ -306,8 +295,8 @@ class Mixture:
     def state(self):
         """Return what a checkpoint says about the training data: an entry for each set. share: 0 for former sets."""
         rows = zip(self.sets.items(), self.shares, self.offsets.tolist(), strict=True)
-        more = [dict(name=name, share=share, offset=offset) for (name, _), share, offset in rows]
-        return [identity(tokens) | m for tokens, m in zip(self.sets.values(), more, strict=True)] + self.former
+        here = [identity(t) | dict(name=name, share=share, offset=offset) for (name, t), share, offset in rows]
+        return here + self.former
 
     def resume(self, index):
         """Continue after a checkpoint: each set with its own next sample, also if the sets or weights are others."""

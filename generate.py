@@ -89,17 +89,12 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
         yield token
 
 
-def utf8(text):
-    """Return the text. Raises ValueError for a byte that is not UTF-8 (Python reads it as a lone surrogate)."""
-    return text.encode().decode()
-
-
 def main():
     """Print the text while it is generated, up to an end-of-text token or max_tokens."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")
-    add("--prompt", type=utf8, default="", help="text to continue (default: new document)")
+    add("--prompt", default="", help="text to continue (default: new document)")
     add("--max_tokens", type=within(0, 10**9), default=300, help="maximum number of new tokens (300)")
     add("--temperature", type=within(0, 1000, float), default=0.8, help="0: always the likeliest token (0.8)")
     add("--top_k", type=within(0, 10**9), default=0, help="draw from the k likeliest tokens; 0: all (0)")

@@ -18,7 +18,7 @@ without bytes 0.
     this process                        one process per core              this process
     read, cut into blocks  --blocks-->  parse, encode  --tokens-->        append in the order of the input
 
-A few blocks per worker are in memory. A long text is cut only where the cut does not change its tokens
+A long text is cut only where the cut does not change its tokens
 (`tokenizer.last_cut`), so the output does not depend on the number of workers.
 
 The files grow in DIR.part, which is renamed to DIR at the end. After a crash, the same command resumes: it reads the

@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import math
-import os
 import queue
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import Mixture, Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
+from data import Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
 from errors import UserError
 
 LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data ranks, micro_batch_size
@@ -211,15 +210,6 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 
 
 # -- errors
-
-
-def test_a_file_that_becomes_shorter_is_named(tmp_path):
-    (tmp_path / "set").mkdir()
-    mixture = Mixture(str(write(tmp_path / "set", range(100))), "train", 7, 257)
-    mixture.check_sizes()
-    os.truncate(tmp_path / "set/train.bin", 198)
-    with pytest.raises(UserError, match=r"set/train.bin: has 198 bytes, and had 200 when the run began"):
-        mixture.check_sizes()
 
 
 def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):

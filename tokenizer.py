@@ -192,22 +192,18 @@ def load_tokenizer(source):
         return Tokenizer(tiktoken.Encoding(source, pat_str=GPT2, mergeable_ranks=ids, special_tokens={ENDS[1]: 256}))
     names = tiktoken.list_encoding_names()
     if source in names:
-        return download(source)
+        with reading(
+            f"tokenizer={source}: tiktoken must download this vocabulary once and could not. On a machine with a "
+            f"network, run TIKTOKEN_CACHE_DIR=DIR python prepare.py --tokenizer={source}. Then copy DIR here and set "
+            "TIKTOKEN_CACHE_DIR to its path. Or use tokenizer=bytes, which needs no download"
+        ):
+            return Tokenizer(tiktoken.get_encoding(source))
     if not Path(source).exists():
         raise UserError(f"tokenizer={source}: no such file or folder, and no name (bytes {' '.join(names)})")
     if find_spec("tokenizers") is None:
         raise UserError(f"tokenizer={source}: needs a package: pip install tokenizers")
     with reading(f"tokenizer={source}", Exception), panics():
         return FileTokenizer(Path(source))
-
-
-def download(name):
-    with reading(
-        f"tokenizer={name}: tiktoken must download this vocabulary once and could not. On a machine with a network, "
-        f"run TIKTOKEN_CACHE_DIR=DIR python prepare.py --tokenizer={name}. Then copy DIR here and set "
-        "TIKTOKEN_CACHE_DIR to its path. Or use tokenizer=bytes, which needs no download"
-    ):
-        return Tokenizer(tiktoken.get_encoding(name))
 
 
 def last_cut(text, tokenizer):

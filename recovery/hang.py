@@ -10,8 +10,7 @@ row prints all rows, and the ranks without one:
     rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:102 wait < ...)
     ranks [3]: no answer (stopped, dead, or its host is lost)
 
-Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, the row has
-the latest communication, because `wait` does not block the host (no GPU has tested this).
+Ranks that wait in different numbers of a communication (113 above) have lost their common order.
 """
 
 import shutil
@@ -39,27 +38,27 @@ class Watchdog:
 
     def watch(self, mesh, out_dir, seconds):
         """Start the thread. It reports after `seconds` without progress."""
-        folder, main = Path(out_dir, "hang"), threading.get_ident()
-        if mesh.rank == 0:
+        folder, main, rank = Path(out_dir, "hang"), threading.get_ident(), mesh.rank
+        if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # rows of an earlier run
-        arguments = mesh.world.ranks, mesh.rank, folder, seconds, main
-        threading.Thread(target=self._watch, args=arguments, daemon=True).start()
 
-    def _watch(self, ranks, rank, folder, seconds, main):
-        """Report a lack of progress once. The ranks share `folder`, because a collective could hang, too."""
-        reported = None
-        while True:
-            time.sleep(seconds / 50)
-            since = self.since
-            if time.monotonic() - since > seconds and since != reported:
-                folder.mkdir(exist_ok=True)
-                (folder / str(rank)).write_text(f"{self.what}: {waits_for(rank)} ({places(main)})")
-                time.sleep(seconds / 8)  # until the others have written
-                new = [path for path in folder.iterdir() if time.time() - path.stat().st_mtime < seconds]
-                rows = {int(path.name): path.read_text() for path in new}
-                if rank == min(rows):
-                    print(hang_table(rows, ranks, seconds), file=sys.stderr, flush=True)
-                reported = since
+        def watch():
+            """Report a lack of progress once. The ranks share `folder`, because a collective could hang, too."""
+            reported = None
+            while True:
+                time.sleep(seconds / 50)
+                since = self.since
+                if time.monotonic() - since > seconds and since != reported:
+                    folder.mkdir(exist_ok=True)
+                    (folder / str(rank)).write_text(f"{self.what}: {waits_for(rank)} ({places(main)})")
+                    time.sleep(seconds / 8)  # until the others have written
+                    new = [path for path in folder.iterdir() if time.time() - path.stat().st_mtime < seconds]
+                    rows = {int(path.name): path.read_text() for path in new}
+                    if rank == min(rows):
+                        print(hang_table(rows, mesh.world.ranks, seconds), file=sys.stderr, flush=True)
+                    reported = since
+
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def waits_for(rank):
