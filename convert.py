@@ -148,7 +148,7 @@ def from_hf(folder, out):
             sizes = f"its tokenizer has {tokenizer.n_vocab:,} ids, its word table {config.vocab_size:,} rows"
             remedy = f"add rows: model.resize_token_embeddings({tokenizer.n_vocab})"
             raise UserError(f"{folder}: {sizes}; remove the added tokens, or {remedy}")
-        for path in [*Path(folder).glob("*.safetensors*")] or Path(folder).glob("*.bin*"):  # transformers' choice
+        for path in [*Path(folder).glob("model*.safetensors*")] or Path(folder).glob("pytorch_model*.bin*"):
             fetched(path)
         model, info = hf.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -236,7 +236,7 @@ def write_checkpoint(folder, model, config, tokenizer):
         for part, hf_part in pairs(config, spec, whole, tensors):
             part.copy_(hf_part)
         (folder / name).write_bytes(whole.numpy())
-        for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files
+        for moment in (f"{name}.moment0", f"{name}.moment1"):
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
     copy(tokenizer, folder)
@@ -285,7 +285,7 @@ def write_tokenizer(tokenizer, out):
         converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
         inner = converter.converted()
         inner.model.ignore_merges = False
-        inner.pre_tokenizer = ByteLevel(add_prefix_space=False)  # GPT-2's pattern
+        inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
         inner.save(f"{out}/{COPY[0]}")
         Path(out, COPY[1]).write_text(json.dumps(PLAIN | {"eos_token": tokenizer.end}))
 
@@ -305,7 +305,7 @@ def exported(hf, model, tokenizer):
             for part, hf_part in pairs(config, p.spec, p.detach(), tensors):
                 hf_part.copy_(part)
     hf_model.load_state_dict(tensors, assign=True)
-    hf_model.tie_weights()  # the head
+    hf_model.tie_weights()
     if kind_of(config) == LLAMA:  # a state dict does not have its buffer
         hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(hf_model.config)
         hf_model.config.rope_theta = config.rotary_base  # for transformers 4

@@ -18,8 +18,8 @@ without bytes 0.
     this process                        one process per core              this process
     read, cut into blocks  --blocks-->  parse, encode  --tokens-->        append in the order of the input
 
-A long text is cut only where the cut does not change its tokens
-(`tokenizer.last_cut`), so the output does not depend on the number of workers.
+A long text is cut only where the cut does not change its tokens (`tokenizer.last_cut`), so the output does not depend
+on the number of workers.
 
 The files grow in DIR.part, which is renamed to DIR at the end. After a crash, the same command resumes: it reads the
 finished blocks again, without encoding them.
@@ -98,7 +98,7 @@ def walk(folder, links=False):
     def stop(error):
         raise error
 
-    real_paths = set()  # no folder is read twice
+    real_paths = set()
     for path, folders, names in os.walk(folder, onerror=stop, followlinks=links):
         if (real := os.path.realpath(path)) in real_paths:
             folders.clear()
@@ -115,8 +115,8 @@ class Part(NamedTuple):
     file: int  # index of the file
     line: int = 1  # the document's start
     text: str = ""
-    begins: bool = True  # the document begins here
-    ends: bool = True  # the document ends here
+    begins: bool = True
+    ends: bool = True
     problem: str = ""  # why this text is missing
 
 
@@ -162,7 +162,7 @@ def read_parts(path, number, tokenizer, text_key, unread):
             yield part._replace(text=text)
     except UserError:
         raise
-    except Exception as error:  # gzip raises many types
+    except Exception as error:
         unread.append(path)
         large = "too much memory" in str(error)  # zstd --long
         remedy = "decompress it first: zstd -d --memory=2048MB" if large else "repair it"
@@ -359,7 +359,7 @@ class Output:
                     source.seek(self.width * tokens[giver])
                     shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the rest
         self.progress["tokens"] = tokens
-        self.save()  # before tokens are cut off
+        self.save()
         self.truncate()
 
     def finish(self, folder, meta):
@@ -436,7 +436,7 @@ def is_finished(folder, made_from):
     """Return whether `folder` has this data set. Remove an empty one. Raises UserError or OSError for any other."""
     if not (folder / "meta.json").exists():
         with contextlib.suppress(FileNotFoundError):
-            folder.rmdir()  # only if empty
+            folder.rmdir()
         return False
     with reading(f"--out={folder}: its meta.json is not prepare.py's; choose another --out"):
         other = json.loads((folder / "meta.json").read_text())["made_from"]

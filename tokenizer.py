@@ -29,11 +29,10 @@ COPY = ("tokenizer.json", "tokenizer_config.json")
 PLAIN = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 LONGEST = 1 << 24  # characters of a document for `tokenizers`, which encodes it whole, with about 100 bytes for each
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # if no file names the end of a document
-SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # the names of these
+SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}
 # GPT-2's pattern. Hugging Face calls it ByteLevel.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-# GPT-2's letters for bytes.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(b): b for b in PRINTABLE}
 BYTE_OF |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
@@ -109,7 +108,7 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path):
         """Read the files. Replace the pieces of Unigram that a document must not have."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare.py has a process for each core
-        import tokenizers  # not at the top: only these vocabularies need it
+        import tokenizers
 
         self.content, self.config = read(path)
         self.inner = tokenizers.Tokenizer.from_str(self.content)

@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
     on_cpu: bool
     tokens: int  # bs/cp: rows between a column and a row parallel linear
     rows: int  # rows elsewhere: with sequence parallelism tokens/t
-    has_masters: bool  # True if master weights have their own buffer
+    has_masters: bool
 
 
 def sizes(c, item, wide, on_cpu):

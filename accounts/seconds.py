@@ -56,7 +56,7 @@ class Step:
         self.z, self.memory, self.peak = z, device.memory_rate * device.memory, device.peak(c.dtype)
         self.rings = rings(c, layout, device)
         work = {rank: m * stage for rank, stage in enumerate(self.stages())}
-        busiest = max(work.values(), key=lambda stage: stage[:3].sum())  # sets the pace
+        busiest = max(work.values(), key=lambda stage: stage[:3].sum())
         F, I, W = sum(work.values())[:3] / c.pp / m
         arrival = self.send("pp", 0, self.z.item * rows_outside(c) * c.hidden_size) + device.latency
         bubble, messages = idle(c.schedule, c.pp, m, c.chunks, F, I, W, arrival, exact)
