@@ -1,8 +1,7 @@
 """The operations of `reference.py` as fused Triton kernels, under the same names.
 
 Between two matrix products, memory traffic takes nearly all the time: an H200 can do 200 operations of a matrix product
-while it reads one byte. Plain PyTorch reads and writes memory in each operation. A fused kernel reads an element once,
-does all operations on it, and writes it once.
+while it reads one byte. A fused kernel reads an element once, does all operations on it, and writes it once.
 
 The *floor* of an operation is its least memory traffic: each input is read once, each result written once.
 

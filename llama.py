@@ -7,7 +7,7 @@
 
 Positions have no parameters: attention rotates queries and keys by them. Linears have no biases.
 The head has a word table of its own, or the embedding's. Touvron et al. (arXiv 2302.13971,
-2307.09288). TinyLlama and Swallow are such models.
+2307.09288).
 
 **Query groups** (Ainslie et al., arXiv 2305.13245). The a heads of queries are g groups. The a/g
 heads of a group share one head of keys and values. The rows of qkv lie group after group, as in

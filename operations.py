@@ -28,8 +28,7 @@ def choose(config, device, dtype):
 def recomputable(ops):
     """Return `ops` with norms and activations whose output y has `y.recompute()`, which computes y once more.
 
-    It reads only what their own backward keeps. So the linear that reads y does not keep y. It is an attribute of y,
-    because between the two stands the reader's code of a block, which hands on tensors only.
+    It reads only what their own backward keeps. So the linear that reads y does not keep y.
     """
 
     def normed(operation):

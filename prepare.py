@@ -265,10 +265,7 @@ def encoded_blocks(blocks, workers, *job):
 
 
 def megatron_blocks(prefix, tokenizer, weights):
-    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block.
-
-    Megatron-LM's tools/preprocess_data.py --dataset-impl=mmap writes ids into PREFIX.bin, and into PREFIX.idx
-    (megatron/core/datasets/indexed_dataset.py; NOTES.md has its format).
+    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block. NOTES.md: the format of the .idx.
 
     No file names the vocabulary, so the ids are compared with its size.
     """

@@ -45,10 +45,7 @@ OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 
 @contextlib.contextmanager
 def panics():
-    """Turn a panic of a package in Rust, which is no Exception, into a ValueError.
-
-    An abort in Rust ends the process, with Rust's own line. Nothing is lost: the same command goes on after a crash.
-    """
+    """Turn a panic of a package in Rust, which is no Exception, into a ValueError."""
     try:
         yield
     except BaseException as error:

@@ -109,18 +109,18 @@ class Clock(Tool):
     def at(self, mark):
         return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
 
+    @contextlib.contextmanager
     def span(self, phase, subject):
         if phase == "pipeline":
             self.schedule = subject
-        return self.spanned(subject) if phase == "wait" or isinstance(subject, Action) else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def spanned(self, subject):
-        self.began = self.mark()
+        kept = phase == "wait" or isinstance(subject, Action)
+        if kept:
+            self.began = self.mark()
         yield  # a wait within an action moves `began` to its own end
-        ended = self.mark()
-        self.latest().append(Span(subject, self.began, ended))
-        self.began = ended
+        if kept:
+            ended = self.mark()
+            self.latest().append(Span(subject, self.began, ended))
+            self.began = ended
 
     def latest(self):
         """Return the list of this step, and forget old ones."""

@@ -16,9 +16,6 @@ shards (stages 1 to 3), then over tp, computes O of whole matrices, and keeps it
 **FLOPs.** A matrix with sides r <= c takes 20 r^2 c + 10 r^3, a block 300 h^3, which is 4.2 h/T of a step of T tokens.
 All dp tp ranks repeat it: with GPT-2 345M and T = 0.5M that is 6.5% of the blocks' FLOPs on dp=8, and 52% on dp=64.
 Then one rank should compute each matrix (not built).
-
-**Mistakes.** DeepSpeed in 2026: no O in stage 0 (issue 8441), O of each micro-batch in stage 3 (8443), O before the sum
-over dp in stages 1 and 2 (8090). The loss still falls.
 """
 
 import math

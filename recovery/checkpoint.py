@@ -237,7 +237,7 @@ def read_index(path):
         index = json.loads(data)
         if "copies" in index:  # the arrays had another sum, which is not read any more
             index["files"] = index["copies"]
-        # Before there were offsets, a set had `used` samples before the sample `begins`. convert.py writes no sets.
+        # Before there were offsets, a set had `used` samples before the sample `begins`.
         index["data"] = [{"begins": 0, "offset": entry.get("used", 0)} | entry for entry in index.get("data") or []]
         check_index(index)
     verify_files(path, index["files"], other_files(index))
@@ -305,7 +305,7 @@ def to_resume(config, tokenizer, data):
     if chosen and 0 < config.train_iters <= iteration and not config.eval_only:
         why = f"the checkpoint {path} has {iteration} updates already; set more"
         raise UserError(f"train_iters={config.train_iters}: {why}")
-    sets = index.get("data") or data  # convert.py writes none
+    sets = index["data"] or data  # convert.py writes none
     if data and mixture(sets) != mixture(data) and not config.new_data:
         shares = ",".join(f"{entry['share']}:{entry.get('name', 'one set')}" for entry in sets if entry["share"])
         remedy = "use the same data, or set --new_data=True to continue with this data"

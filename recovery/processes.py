@@ -79,9 +79,9 @@ def connect(backend):
 def part_of_this_start(store, rank, size):
     """Return a part of `store` that only the processes of this start use.
 
-    torchrun may keep one store over all restarts, with addresses of dead processes. Its variables don't name a start:
-    each host counts its own restarts, and does not count the start after a host joins. So rank 0 makes a name. It
-    answers each process that waits in a queue, perhaps a dead one, until every other rank has shown it the name.
+    torchrun may keep one store over all restarts, with addresses of dead processes, and its variables don't name a
+    start. So rank 0 makes a name. It answers each process that waits in a queue, perhaps a dead one, until every other
+    rank has shown it the name.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -142,7 +142,7 @@ def together(world, work):
 def finish_process():
     """End this process with exit code 0, after its exit hooks (of W&B, for example).
 
-    Python's own exit would abort if a thread is in torch's code, for example one of Gloo.
+    Python's own exit would abort if a thread is in torch's code.
     """
     dist.destroy_process_group()
     atexit._run_exitfuncs()
@@ -167,7 +167,7 @@ def lock(out_dir):
 class Signals:
     """Notes SIGTERM, SIGHUP and Ctrl-C, so that a run stops between two steps. A second Ctrl-C stops at once.
 
-    A closed terminal sends SIGHUP. torchrun passes it to its processes, also under nohup.
+    A closed terminal sends SIGHUP.
     """
 
     stop = False

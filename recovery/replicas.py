@@ -32,7 +32,7 @@ def fingerprint(flat):
     """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [].
 
     Each word of 8 bytes has an odd factor, and an odd number has an inverse mod 2^64. So a change of one word
-    changes the sum. The tensor's device computes it.
+    changes the sum.
     """
     odd = torch.arange(1, 2 * WORDS_AT_ONCE, 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
