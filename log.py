@@ -50,7 +50,7 @@ class Timers(Tool):
 
     @contextmanager
     def span(self, phase, subject=None):
-        start = self.mark()
+        start = self.mark() if phase in TIMED else None
         yield
         if phase in TIMED:
             self.spans.append((phase, start, self.mark()))
