@@ -236,7 +236,7 @@ def write_checkpoint(folder, model, config, tokenizer):
         for part, hf_part in pairs(config, spec, whole, tensors):
             part.copy_(hf_part)
         (folder / name).write_bytes(whole.numpy())
-        for moment in (f"{name}.moment0", f"{name}.moment1"):
+        for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
     copy(tokenizer, folder)
@@ -285,7 +285,7 @@ def write_tokenizer(tokenizer, out):
         converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
         inner = converter.converted()
         inner.model.ignore_merges = False
-        inner.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        inner.pre_tokenizer = ByteLevel(add_prefix_space=False)  # GPT-2's pattern
         inner.save(f"{out}/{COPY[0]}")
         Path(out, COPY[1]).write_text(json.dumps(PLAIN | {"eos_token": tokenizer.end}))
 

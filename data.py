@@ -73,9 +73,9 @@ def permute(i, n, key):
     side = np.uint64(math.isqrt(n - 1) + 1)  # ceil(sqrt(n))
 
     def feistel(x, key):
-        high, low = x // side, x % side
+        high, low = x // side, x % side  # the two digits
         for _ in range(ROUNDS):
-            key = key + 0x9E3779B97F4A7C15
+            key = key + 0x9E3779B97F4A7C15  # a different hash in each round
             hashed = splitmix64(key + low) >> 1  # >> 1: the sum below stays below 2^64
             high, low = low, (high + hashed) % side
         return high * side + low
@@ -128,7 +128,7 @@ class Tokens:
             if ids > vocab_size:
                 why = f"the tokenizer of {data_dir}, {tokenizer}, has {ids} ids"
                 raise UserError(f"vocab_size={vocab_size}: {why}; set this vocab_size, or use another tokenizer")
-        self.check_ids(self.tokens[: 2**16])
+        self.check_ids(self.tokens[: 2**16])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
         """Return the index of each sample's window, [b] int64."""

@@ -72,15 +72,31 @@ class Timers(Tool):
 
 
 class InStep(Tool):
-    """On rank 0: the answer to a signal, after an action of a long step. say: prints a text."""
+    """On rank 0: a bar of the actions of a step that takes LONG seconds, and the answer to a signal.
+
+    say: prints a text.
+    """
+
+    LONG = 15
 
     def __init__(self, run, say):
-        self.run, self.say, self.answered = run, say, False
+        self.run, self.say, self.answered, self.bar = run, say, False, None
 
     @contextmanager
     def span(self, phase, subject):
+        if phase == "pipeline":
+            actions = len(subject.actions[self.run.mesh.pp.rank])
+            looks = dict(desc="this step", unit=" actions", leave=False, dynamic_ncols=True, disable=None)
+            with tqdm(total=actions, delay=self.LONG, **looks) as self.bar:
+                yield
+            return
         yield
-        if isinstance(subject, Action) and self.run.signals.stop and not self.answered:
+        if isinstance(subject, Action):
+            self.bar.update()
+            self.answer()
+
+    def answer(self):
+        if self.run.signals.stop and not self.answered:
             self.answered, limit = True, "a second Ctrl-C ends it now, unsaved"
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 limit = "torchrun ends it, unsaved, after --shutdown-timeout (default: 30 s)"
@@ -126,7 +142,8 @@ class PendingStep:
 class Interval:
     """The steps since the last log line. unread: the newest `PendingStep`, or None.
 
-    All ranks have the same numbers, so they decide alike without communication.
+    On a GPU the newest step is read one step later: then the device already works on the next one. All ranks have the
+    same numbers, so they decide alike without communication.
     """
 
     def __init__(self, run, say):

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch.nn.attention import SDPBackend
 
 import reference
 from errors import UserError, reading
@@ -80,6 +81,18 @@ def choose_kernels(config, device, dtype):
     if choice == "auto" or not reference.is_causal(config.seq_length):  # flash_attention.py is causal
         fused["attention"] = reference.attention
     return SimpleNamespace(**vars(reference) | fused)
+
+
+def attention_name(config, device, dtype, ops):
+    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend)."""
+    if ops.attention is not reference.attention:
+        return "flash_attention.py"
+    c, causal = config, reference.is_causal(config.seq_length)
+    shapes = [(1, heads // c.tp, c.seq_length, c.head_size) for heads in (c.num_attention_heads, c.query_groups)]
+    q, k = (torch.zeros(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for shape in shapes)
+    mask = None if causal else torch.ones(c.seq_length, c.seq_length, dtype=torch.bool, device=device)
+    grouped = q.shape != k.shape
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=causal, enable_gqa=grouped)).name
 
 
 def trial(config, device):

@@ -98,7 +98,7 @@ def walk(folder, links=False):
     def stop(error):
         raise error
 
-    real_paths = set()
+    real_paths = set()  # no folder is read twice
     for path, folders, names in os.walk(folder, onerror=stop, followlinks=links):
         if (real := os.path.realpath(path)) in real_paths:
             folders.clear()
@@ -162,7 +162,7 @@ def read_parts(path, number, tokenizer, text_key, unread):
             yield part._replace(text=text)
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # gzip raises many types
         unread.append(path)
         large = "too much memory" in str(error)  # zstd --long
         remedy = "decompress it first: zstd -d --memory=2048MB" if large else "repair it"
@@ -356,7 +356,7 @@ class Output:
                     source.seek(self.width * tokens[giver])
                     shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the rest
         self.progress["tokens"] = tokens
-        self.save()
+        self.save()  # before tokens are cut off
         self.truncate()
 
     def finish(self, folder, meta):
@@ -433,7 +433,7 @@ def is_finished(folder, made_from):
     """Return whether `folder` has this data set. Remove an empty one. Raises UserError or OSError for any other."""
     if not (folder / "meta.json").exists():
         with contextlib.suppress(FileNotFoundError):
-            folder.rmdir()
+            folder.rmdir()  # only if empty
         return False
     with reading(f"--out={folder}: its meta.json is not prepare.py's; choose another --out"):
         other = json.loads((folder / "meta.json").read_text())["made_from"]

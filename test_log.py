@@ -427,17 +427,20 @@ def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     assert out == [a, times, b, times, *lines, c, times, progress, "saved"]
 
 
-def test_a_step_answers_a_signal_once(monkeypatch):
-    run, said, before = built(tiny_config(1)), [], []
+def test_a_long_step_has_a_bar_and_answers_a_signal_once(monkeypatch):
+    run, said, shown = built(tiny_config(1)), [], []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(log.InStep, "LONG", 0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
 
     def see():
-        before.append(len(said))
-        run.signals.stop = len(before) >= 3
+        shown.append(tool.bar.n)
+        run.signals.stop = tool.bar.n >= 3
 
-    run.mesh.watch.tools += [log.InStep(run, said.append), AfterActions(see)]
+    run.mesh.watch.tools += [tool := log.InStep(run, said.append), AfterActions(see)]
     train.train_step(run, tiny_batches(run))
-    assert before == [0, 0, 0, 1, 1, 1]  # F and B of 3 micro-batches. `see` comes before the answer
+    assert shown == [0, 1, 2, 3, 4, 5] and tool.bar.n == 6  # F and B of 3 micro-batches. `see` comes before the bar
+    assert "0/6" in sys.stderr.getvalue()
     assert said == [
         "a signal: the run stops and saves after this step; torchrun ends it, unsaved, after "
         "--shutdown-timeout (default: 30 s)"

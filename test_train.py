@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from errors import UserError
 from parallel.comm import CommunicationError, agree, lost_peer
 from parallel.mesh import Axis, everyone
 from parallel.watch import Watch
+from parallel.zero import Zero
 from recovery import checkpoint, processes, start
 from testing.tiny import (
     configured,
@@ -434,6 +436,23 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
     for said in workers.run(2, go_at_home, config, homes, eval_only):
         assert said.startswith(f"{field}: rank 1 (on ") and "\n" not in said
     assert different != "out" or not [*tmp_path.rglob("step_*")]
+
+
+def go_with_another_file(config, name):
+    """Train. On rank 1 the file `name` has one more byte. Return the message, or None."""
+    content = Path.read_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(Path, "read_bytes", lambda path: content(path) + b"#" * (path == HERE / name))
+        return fails(config)
+
+
+@pytest.mark.parametrize("name", ["model.py", "parallel/zero.py", "exercise.py"])
+def test_hosts_with_another_program_stop_before_the_first_step(workers, tokens_dir, tmp_path, name):
+    """Files that a run does not import may differ."""
+    line = rf"{name}: rank 1 \(on .*\) runs another file than rank 0;" if name != "exercise.py" else "None"
+    for said in workers.run(2, go_with_another_file, configured(tmp_path, tokens_dir, train_iters=1), name):
+        assert re.match(line, str(said))
 
 
 def refused_action(hosts, sick, word):

@@ -105,7 +105,7 @@ class FileTokenizer(Tokenizer):
     def __init__(self, path):
         """Read the files. Replace the pieces of Unigram that a document must not have."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # prepare.py has a process for each core
-        import tokenizers
+        import tokenizers  # not at the top: only these vocabularies need it
 
         self.content, self.config = read(path)
         self.inner = tokenizers.Tokenizer.from_str(self.content)

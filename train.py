@@ -66,6 +66,7 @@ def train_step(run, batches):
         # Numbers that differ by 1 differ from their mean on every rank, so all ranks see it in the same step.
         apart = updates != mesh.world.size * zero.updates
 
+        # With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)

@@ -68,7 +68,7 @@ def runs(spec, begin, end, tp_rank, tp):
 
 def arrays(folder, bucket, begin, end):
     """Yield (path, tp axis, Piece, its elements) of weights and moments in begin .. end of a bucket."""
-    first = bucket.bounds[0]
+    first = bucket.bounds[0]  # the first element that this rank keeps
     tensors = {"": bucket.master} | {f".moment{k}": moment for k, moment in enumerate(bucket.moments)}
     for piece in bucket.layout.pieces(begin, end):
         if piece.begin < piece.end:
@@ -154,7 +154,7 @@ def write_arrays(folder, zero):
     for bucket in zero.in_order:
         for path, tp, piece, flat in arrays(folder, bucket, *bucket.saved):
             if bucket.holders.rank == 0 and (piece.spec.tp_dim is not None or tp.rank == 0):
-                jobs.append((path, tp, piece, flat))
+                jobs.append((path, tp, piece, flat))  # else another rank writes them
     in_threads(write_piece, jobs)
     return [path.name for path, *_ in jobs]
 

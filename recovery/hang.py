@@ -10,7 +10,8 @@ row prints all rows, and the ranks without one:
     rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:102 wait < ...)
     ranks [3]: no answer (stopped, dead, or its host is lost)
 
-Ranks that wait in different numbers of a communication (113 above) have lost their common order.
+Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, the row has
+the latest communication, because `wait` does not block the host (no GPU has tested this).
 """
 
 import shutil

@@ -167,7 +167,7 @@ def lock(out_dir):
 class Signals:
     """Notes SIGTERM, SIGHUP and Ctrl-C, so that a run stops between two steps. A second Ctrl-C stops at once.
 
-    A closed terminal sends SIGHUP.
+    A closed terminal sends SIGHUP. torchrun passes it to its processes, also under nohup.
     """
 
     stop = False

@@ -19,7 +19,7 @@ from errors import agreed
 from parallel.comm import gather_objects
 from parallel.layout import ALIGN
 
-WORDS_AT_ONCE = 1 << 17
+WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
 ROUNDING = 1e-4  # of a gradient's norm
 PARTIAL = (
     " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model;"

@@ -2,17 +2,20 @@
 
 import contextlib
 import socket
+import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 import config as configuration
 import data
 import operations
 from accounts import limits
-from errors import explained
+from errors import UserError, explained
 from parallel.comm import agree, gather_objects
-from recovery import checkpoint, processes
+from recovery import checkpoint, hang, processes
 
+PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
 # Hosts may have other paths to the same files (`compare_hosts`).
 COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume", "initial_weights"
 
@@ -27,8 +30,8 @@ def describe(run, path):
     text += f"dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
     if run.device.type == "cuda":
-        ops = run.zero.ops
-        text += f"\noperations of {ops.join.__module__}.py; attention: {ops.attention.__module__}.py"
+        attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
+        text += f"\noperations of {run.zero.ops.join.__module__}.py; attention: {attention}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
         text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
     return text
@@ -58,7 +61,7 @@ def open_files(config, mesh, device, stack):
 
 
 def compare_hosts(c, mesh, tokens, path):
-    """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0."""
+    """Raise UserError on all ranks if a rank sees another out_dir, data, checkpoint or program than rank 0."""
     with contextlib.ExitStack() as stack:
         writes, weights = mesh.rank == 0 and not c.eval_only, "" if path else c.initial_weights
         name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
@@ -71,6 +74,17 @@ def compare_hosts(c, mesh, tokens, path):
         }
         why = "sees other files there than rank 0; all hosts need one shared out_dir and equal data"
         compare_with_rank_0(c, view, mesh.world, why)  # afterwards rank 0 removes the file
+
+    checksums = program()
+    checksums_of_first = gather_objects(checksums, mesh.world)[0]
+
+    def compare():
+        for name in checksums:
+            if checksums[name] != checksums_of_first.get(name, checksums[name]):
+                who = f"rank {mesh.rank} (on {socket.gethostname()})"
+                raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
+
+    agree(mesh.world, compare)
 
 
 def compare_with_rank_0(c, values, world, why):
@@ -86,6 +100,14 @@ def compare_with_rank_0(c, values, world, why):
             configuration.require(c, name, value == first[name], f"{who} {why.format(name, first[name])}")
 
     agree(world, compare)
+
+
+def program():
+    """Return {path: crc32} of this project's files that the process has imported, without configurations."""
+    files = {Path(getattr(module, "__file__", None) or "").absolute() for module in [*sys.modules.values()]}
+    # Some modules have no file.
+    paths = sorted(path for path in files if path.parent in PROGRAM and path.is_file())
+    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in paths}
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
