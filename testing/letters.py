@@ -66,20 +66,11 @@ def described(name, inputs):
 
 # --- what the autograd Functions do -----------------------------------------------------------------------------------
 
-BEFORE, AFTER = {"copy": "I"}, {"all_reduce": "I", "reduce_scatter": "V"}
-
-
-def linear(x, w, bias, enter, leave, *_):
-    want = BEFORE.get(enter, "V")
-    if letter(x) != want or letter(w) != "V":
-        raise WrongStep(f"{described('a linear', [x, w])}: with enter={enter} it needs {want} and V")
-    return AFTER.get(leave, "V")
-
-
-RULES = {
-    tensor.Linear: linear,
-    tensor.EmbeddingLookup: lambda ids, w, leave, *_: AFTER.get(leave) or joined([letter(ids), letter(w)]),
-    tensor.LinearCrossEntropy: lambda x, w, targets, vocab_size, enter, *_: linear(x, w, None, enter, "all_reduce"),
+LEAVE = {None: "V", "all_reduce": "I", "reduce_scatter": "V"}
+RULES = {  # {Function: (its arguments) -> the letter of its results}
+    tensor.Linear: lambda x, w, bias, enter, leave, *_: LEAVE[leave],
+    tensor.EmbeddingLookup: lambda ids, w, leave, *_: LEAVE[leave] if leave else joined([letter(ids), letter(w)]),
+    tensor.LinearCrossEntropy: lambda *_: "I",
     reference.Dropout: lambda x, *_: letter(x),
 }
 
@@ -94,7 +85,7 @@ class Letters(TorchFunctionMode):
 
     def __init__(self, whole):
         super().__init__()
-        self.whole, self.operations = whole, []  # operations: (name, first input, results)
+        self.whole, self.operations = whole, []  # each operation: (name, first input, results)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         inputs = tensors((args, kwargs))
@@ -116,23 +107,21 @@ class Letters(TorchFunctionMode):
     def compared(self, name, inputs, y):
         """Return y. Raise WrongStep if a number of y is not among those of one process."""
         if torch.is_grad_enabled():
-            first, results, one = [x.detach().clone() for x in inputs[:1]], tensors(y), self.one()
-            self.operations.append((name, first, [x.detach().clone() for x in results]))
-            if one and one[0] != name:
-                self.whole = ()  # the model does something else for tp = 1
-            elif one and not all(map(among, results, one[2])):
-                raise WrongStep(f"{described(name, inputs)}: the result has {UNKNOWN}")
+            first, results = ([x.detach().clone() for x in some] for some in (inputs[:1], tensors(y)))
+            self.operations.append((name, first, results))
+            if self.whole:
+                (other, _, right), *self.whole = self.whole
+                if other != name:
+                    self.whole = []  # the model does something else for tp = 1
+                elif not all(map(among, results, right)):
+                    raise WrongStep(f"{described(name, inputs)}: the result has {UNKNOWN}")
         return y
-
-    def one(self):
-        """Return what one process did in the place of the next operation."""
-        return next(iter(self.whole[len(self.operations) :]), None)
 
     def collective(self, operation, axis, what, call, arguments, whole, result):
         """Do what `comm._collective` does, inside an autograd Function or in a forward for validation."""
         self.mixed = ()
         if self.whole:
-            _, first, results = self.one()
+            _, first, results = self.whole[0]
             (found, *_) = first if operation == "all_gather" else results
             result.copy_(found.chunk(axis.size)[axis.rank] if operation == "reduce_scatter" else found)
         return comm.Pending(named("R", result))
@@ -174,9 +163,7 @@ def forward(c, whole=(), training=True):
         for unit in gpt.units:
             x = unit(x, batch)
     if letter(x) == "V":
-        error = WrongStep("the losses differ between the tp ranks")
-        error.place = places(letters.mixed)
-        raise error
+        raise WrongStep(f"the losses differ between the tp ranks after {places(letters.mixed)}")
     return letters.operations
 
 
@@ -197,8 +184,8 @@ def findings(config):
         except UserError:
             raise
         except Exception as error:  # the reader's code may raise anything
-            place = places(traceback.extract_tb(error.__traceback__)) or error.place
-            found.setdefault(place, f"{place}: {type(error).__name__}: {error}")
+            place = places(traceback.extract_tb(error.__traceback__))
+            found.setdefault(place, ": ".join(filter(None, [place, type(error).__name__, str(error)])))
     return [*found.values()]
 
 
