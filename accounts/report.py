@@ -32,8 +32,8 @@ def watching(run, say):
         agree(mesh.world, lambda: trace.write_trace(c, mesh, times))
 
 
-def measured_tables(run, activations):
-    """Return as text the bytes that each rank of rank 0's pipeline sends and keeps. Every rank must call this.
+def measured(run, activations):
+    """Return {"bytes": table, "formula": table} of what this rank sends in a mean step, and of what it keeps.
 
     activations: `meter.Activations` of these steps.
     """
@@ -46,9 +46,13 @@ def measured_tables(run, activations):
     sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, schedules[max(run.steps)][0], rank, sizes)  # the largest step
-    measured = meter.measured_states(zero) | activations.rows()
-    who, bytes_kept = f"rank {mesh.rank}", {"bytes": measured, "formula": formula}
-    texts = sent_table(who, layout, sent), kept_table(who, layout, rank, bytes_kept)
+    return sent, {"bytes": meter.measured_states(zero) | activations.rows(), "formula": formula}
+
+
+def measured_tables(run, activations):
+    """Return `measured` as text, of each rank of rank 0's pipeline. Every rank must call this."""
+    (sent, bytes_kept), mesh, who = measured(run, activations), run.mesh, f"rank {run.mesh.rank}"
+    texts = sent_table(who, run.layout, sent), kept_table(who, run.layout, mesh.pp.rank, bytes_kept)
     return "\n\n".join(row for text in texts for row in gather_objects(text, mesh.pp))
 
 

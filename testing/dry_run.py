@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import config as configuration
 import operations
 import train
-from accounts import ledger, memory, meta, meter, report
+from accounts import meta, meter, report
 from errors import UserError, exit_on_user_error
 from options import Parser, within
 from parallel.mesh import Mesh
@@ -92,21 +92,14 @@ def started(config, gpus, rank):
 
 
 def step(run):
-    """Make one training step of a dry Run. Return {"bytes": table, "formula": table} of the bytes sent, and kept."""
-    c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
+    """Make one training step of a dry Run. Return `report.measured`: tables of the bytes sent, and kept."""
+    c = run.config
     tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=meta.META)
     batch = tokens[:, :-1], tokens[:, 1:], torch.empty_like(tokens[:, 0])
     batches = (run.model.micro_batch(*batch) for _ in range(run.schedule.microbatches))
     with meter.Activations(run.executor) as activations:
         train.train_step(run, batches)
-    widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
-    sent = mesh.watch.ledger.per_step(1)
-    kept = meter.measured_states(run.zero) | activations.rows()
-    predicted = memory.predict_kept(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False))
-    return (
-        {"bytes": sent, "formula": ledger.predict_sent(run.layout, run.schedule, rank, mesh.data.rank, *widths)},
-        {"bytes": kept, "formula": predicted},
-    )
+    return report.measured(run, activations)
 
 
 def differences(*tables):

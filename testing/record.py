@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from accounts import ledger, memory, meter
+from accounts import memory, meter, report
 from config import Config, layout_of
 from parallel.comm import all_gather
 from parallel.mesh import Mesh
@@ -172,28 +172,23 @@ def recorded(run, loop, outputs=False, tables=True):
     run.mesh.watch.tools.remove(calls)
     steps = [pending.read() for pending in steps]
     losses, norms = [s.loss for s in steps], [s.grad_norm for s in steps]
-    sent, kept = (sent_table(run, len(steps)), kept_table(run, activations, calls.graphs)) if tables else (None, None)
+    sent, kept = tables_of(run, activations, calls.graphs) if tables else (None, None)
     copies, after = replicas.differing_copies(run.zero), parameters(run)
     found = modules and modules.found
     model = run.config, run.model.specs()
     return Record(*model, losses, norms, before, after, copies, first, sent, kept, calls.made, found)
 
 
-def sent_table(run, steps):
-    ranks, widths = (run.mesh.pp.rank, run.mesh.data.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
-    formula = ledger.predict_sent(run.layout, run.schedule, *ranks, *widths, run.executor.real_losses)
-    return run.mesh.watch.ledger.per_step(steps), formula
-
-
-def kept_table(run, activations, graphs):
-    sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
-    left = len(activations.saved) + len(list(meter.kept_by(run.executor)))
-    measured = meter.measured_states(run.zero) | activations.rows() | {LEFT: left, GRAPHS: graphs}
-    formula = memory.predict_kept(run.layout, run.schedule, run.mesh.pp.rank, sizes) | {LEFT: 0, GRAPHS: 0}
+def tables_of(run, activations, graphs):
+    """Return the tables `sent` and `kept` of a Record."""
+    sent, kept = report.measured(run, activations)
+    kept["bytes"] |= {LEFT: len(activations.saved) + len(list(meter.kept_by(run.executor))), GRAPHS: graphs}
+    kept["formula"] |= {LEFT: 0, GRAPHS: 0}
     # The adversary decides at random when a message has left.
-    unknown = formula[memory.PEAK] is None or dist.isend is not adversary.isend
+    unknown = kept["formula"][memory.PEAK] is None or dist.isend is not adversary.isend
     left_out = {memory.PEAK, memory.RECOMPUTED} if unknown else ()
-    return tuple({what: n for what, n in table.items() if what not in left_out} for table in (measured, formula))
+    tables = [{what: n for what, n in table.items() if what not in left_out} for table in kept.values()]
+    return tuple(sent.values()), tuple(tables)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------

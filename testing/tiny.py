@@ -173,40 +173,37 @@ def plain_gpt(run, ids, targets):
 # --- what a step keeps ------------------------------------------------------------------------------------------------
 
 
+def seen_in_block(run, batches, look):
+    """Make a step. Return what `look()` finds in block1's first F."""
+    seen, block = [], run.model.units[2]
+    block.register_forward_pre_hook(lambda *_: seen.append(look()))
+    train.train_step(run, batches)
+    return seen[0]
+
+
 def storages(config):
     """Return which (parameters, gradients) are whole in block1's F and after a step."""
-    run, seen = built(config), []
-    block, buckets = run.model.units[2], run.zero.buckets
-    forward = block.forward
+    run = built(config)
 
     def whole(kind):
-        return {name for name, b in buckets.items() if getattr(b, kind).whole.untyped_storage().size()}
+        return {name for name, b in run.zero.buckets.items() if getattr(b, kind).whole.untyped_storage().size()}
 
-    def watching(*arguments):
-        seen.append((whole("param"), whole("grad")))
-        return forward(*arguments)
+    def look():
+        return whole("param"), whole("grad")
 
-    block.forward = watching
-    train.train_step(run, tiny_batches(run))
-    return seen[0], (whole("param"), whole("grad"))
+    return seen_in_block(run, tiny_batches(run), look), look()
 
 
 def waiting_in_block(config):
     """Return the buckets whose gathers run after a step, and in the next step's F of block1."""
     run = built(config)
-    batches, block, seen = tiny_batches(run), run.model.units[2], []
+    batches = tiny_batches(run)
     train.train_step(run, batches)
 
-    def waiting():
+    def look():
         return [bucket.name for bucket in run.zero.in_order if bucket.gathering and bucket.gathering.work]
 
-    def watching(*arguments, forward=block.forward):
-        seen.append(waiting())
-        return forward(*arguments)
-
-    at_rest, block.forward = waiting(), watching
-    train.train_step(run, batches)
-    return at_rest, seen[0]
+    return look(), seen_in_block(run, batches, look)
 
 
 # --- whole runs, with files -------------------------------------------------------------------------------------------
