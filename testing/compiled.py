@@ -114,17 +114,13 @@ def report(kernel, types, constants, arch, **options):
     return dict(registers=registers, stack=stack, shared=binary.metadata.shared, **counts)
 
 
-def tool(name):
-    """Return the path of a disassembler in Triton's package."""
-    return Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin" / name
-
-
 def disassembled(name, option, cubin):
+    """Return what a tool in Triton's package prints."""
+    tool = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool(name), option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def reports(jobs, path=()):

@@ -147,14 +147,11 @@ def listed(slow):
     of yours adds points with each other value. A slow run has each pair of values.
     """
     small = [point for point in points() if ranks(**point) <= 4]
-    ours, yours = ([point for point in small if is_ours(**point) == wanted] for wanted in (True, False))
+    yours = [point for point in small if not {point["schedule"], point["optimizer"]} <= {*SCHEDULES, *OPTIMIZERS}]
+    ours = [point for point in small if point not in yours]
     named = [point for point in ours if name(point) in NAMED.split()]
     quick = cover(ours, 1, cover(ours, 2, named)[:QUICK]) + (cover(yours, 1) if yours else [])
     return quick, cover(points(), 2, quick)[len(quick) :] if slow else []
-
-
-def is_ours(schedule, optimizer, **_):
-    return schedule in SCHEDULES and optimizer in OPTIMIZERS
 
 
 def cover(points, size, chosen=()):

@@ -288,20 +288,15 @@ def waiting(calls):
 
     NCCL may block the host so in the first step: a kernel's first launch may wait for all work of the GPU.
     """
-    position = [0] * len(calls)
-
-    def now(rank):
-        return calls[rank][position[rank]] if position[rank] < len(calls[rank]) else None
-
-    moved = True
+    left, moved = [of_rank[::-1] for of_rank in calls], True
     while moved:
         moved = False
-        for rank in range(len(calls)):
-            while (call := now(rank)) and all(now(other) == call for other in call.ranks):
-                for other in call.ranks:
-                    position[other] += 1
+        for mine in left:
+            while mine and all(left[rank][-1:] == mine[-1:] for rank in mine[-1].ranks):
+                for rank in mine[-1].ranks:
+                    left[rank].pop()
                 moved = True
-    return {rank: now(rank) for rank in range(len(calls)) if now(rank)}
+    return {rank: mine[-1] for rank, mine in enumerate(left) if mine}
 
 
 # --- after a failure: the first step again ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokenizer import COPY
 
@@ -37,58 +37,63 @@ def trained(size=600, pattern=None):
     return it
 
 
-@functools.cache  # Unigram's training differs in its last digits
-def llamas(kind):
-    """Return a tokenizer that tiktoken can't read, with Llama's special tokens and template: <s> before a document.
+# --- Llama's tokenizers, which tiktoken can't read --------------------------------------------------------------------
 
-    unigram: SentencePiece's (words begin with a space, unknown characters become bytes). bpe: Llama 2's, the same with
-    merges. merges: Llama 3's, which takes whole tokens before it merges.
-    """
-    special = ["<unk>", "<s>", "</s>"]
-    if kind == "merges":
-        it = trained()
-        it.decoder = decoders.ByteLevel()
-        it.add_special_tokens(["<s>", "</s>"])
-        model = json.loads(it.to_str())["model"]
-        merges = [tuple(pair) for pair in model["merges"]]
-        it.model = models.BPE(model["vocab"], merges[: len(merges) // 2], ignore_merges=True)
-    else:
-        it = tokenizers.Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
-        options = dict(vocab_size=450, special_tokens=special, show_progress=False)
-        trainer = trainers.UnigramTrainer(unk_token="<unk>", **options)
-        if kind == "bpe":
-            bytes_of = [f"<0x{b:02X}>" for b in range(256)]
-            trainer = trainers.BpeTrainer(**options | dict(vocab_size=1200, special_tokens=[*special, *bytes_of]))
-        it.pre_tokenizer = pre_tokenizers.Metaspace()
-        it.train_from_iterator(JAPANESE.splitlines(True), trainer)
-        if kind == "unigram":
-            rows = [tuple(row) for row in json.loads(it.to_str())["model"]["vocab"]]
-            of_bytes = [(f"<0x{b:02X}>", 0.0) for b in range(256)]
-            it.model = models.Unigram([*rows[:3], *of_bytes, *rows[3:]], 0, byte_fallback=True)
-            it.normalizer = tokenizers.normalizers.NFC()
-        else:
-            value = json.loads(it.to_str())
-            value["added_tokens"] = value["added_tokens"][:3]
-            value |= dict(pre_tokenizer=None, normalizer=LLAMA2)
-            value["model"] |= dict(byte_fallback=True, fuse_unk=True)
-            it = tokenizers.Tokenizer.from_str(json.dumps(value))
-        steps = [decoders.ByteFallback(), decoders.Metaspace()]
-        if kind == "bpe":
-            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        it.decoder = decoders.Sequence(steps)
-    pair = [("<s>", it.token_to_id("<s>"))]
-    it.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=pair)
+SPECIAL, BYTES = ["<unk>", "<s>", "</s>"], [f"<0x{b:02X}>" for b in range(256)]
+
+
+def of_words(model, trainer):
+    """Train a tokenizer whose words begin with a space. Return it, and the value of its file."""
+    it = tokenizers.Tokenizer(model)
+    it.pre_tokenizer = pre_tokenizers.Metaspace()
+    it.train_from_iterator(JAPANESE.splitlines(True), trainer)
+    return it, json.loads(it.to_str())
+
+
+def unigram():
+    """SentencePiece's: unknown characters become bytes."""
+    trainer = trainers.UnigramTrainer(vocab_size=450, special_tokens=SPECIAL, show_progress=False, unk_token="<unk>")
+    it, value = of_words(models.Unigram(), trainer)
+    rows = [tuple(row) for row in value["model"]["vocab"]]
+    it.model = models.Unigram([*rows[:3], *((byte, 0.0) for byte in BYTES), *rows[3:]], 0, byte_fallback=True)
+    it.normalizer = normalizers.NFC()
+    it.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return it
 
 
-LLAMA2 = {
-    "type": "Sequence",
-    "normalizers": [
-        {"type": "Prepend", "prepend": "▁"},
-        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-    ],
-}
-LLAMAS = ["unigram", "bpe", "merges"]
+def bpe():
+    """Llama 2's: SentencePiece's with merges."""
+    trainer = trainers.BpeTrainer(vocab_size=1200, special_tokens=[*SPECIAL, *BYTES], show_progress=False)
+    _, value = of_words(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True), trainer)
+    value |= dict(pre_tokenizer=None, added_tokens=value["added_tokens"][:3])
+    it = tokenizers.Tokenizer.from_str(json.dumps(value))
+    it.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    it.decoder = decoders.Sequence(steps)
+    return it
+
+
+def merges():
+    """Llama 3's: it takes whole tokens before it merges."""
+    it = trained()
+    it.decoder = decoders.ByteLevel()
+    it.add_special_tokens(SPECIAL[1:])
+    model = json.loads(it.to_str())["model"]
+    pairs = [tuple(pair) for pair in model["merges"]]
+    it.model = models.BPE(model["vocab"], pairs[: len(pairs) // 2], ignore_merges=True)
+    return it
+
+
+LLAMAS = {"unigram": unigram, "bpe": bpe, "merges": merges}
+
+
+@functools.cache  # Unigram's training differs in its last digits
+def llamas(kind):
+    """Return a tokenizer with Llama's template: <s> before a document. kind: of LLAMAS."""
+    it = LLAMAS[kind]()
+    pair = [("<s>", it.token_to_id("<s>"))]
+    it.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=pair)
+    return it
 
 
 def write_llamas(folder, kind):
