@@ -9,7 +9,7 @@ tensor cores:
 A process can use Triton's compiler or its interpreter (sanitizer.py), not both. So `reports` compiles in another
 process:
 
-    [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch) for arch in (80, 90)])
+    [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch, {}) for arch in (80, 90)])
 
 `Recorder` finds the types that a program uses. The counts differ a little between versions of Triton.
 """
@@ -123,15 +123,11 @@ def disassembled(name, option, cubin):
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def reports(jobs, path=()):
-    """Return `report` of each job ("module:kernel", types, constants, arch[, options]), compiled in another process.
-
-    path: folders that are searched first for modules.
-    """
+def reports(jobs):
+    """Return `report` of each job ("module:kernel", types, constants, arch, options), compiled in another process."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent.parent), *sys.path])
-    command = [sys.executable, "-m", "testing.compiled"]
-    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
+    command, root = [sys.executable, "-m", "testing.compiled"], Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, input=json.dumps(jobs), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compilation failed:\n{done.stderr}")
     return [SimpleNamespace(**r) for r in json.loads(done.stdout.splitlines()[-1])]
@@ -139,10 +135,10 @@ def reports(jobs, path=()):
 
 def main():
     results = []
-    for kernel, types, constants, arch, *options in json.load(sys.stdin):
+    for kernel, types, constants, arch, options in json.load(sys.stdin):
         module, name = kernel.split(":")
         kernel = getattr(importlib.import_module(module), name)
-        results.append(report(kernel, types, constants, arch, **(options[0] if options else {})))
+        results.append(report(kernel, types, constants, arch, **options))
     print(json.dumps(results))
 
 
