@@ -105,14 +105,15 @@ def row(title, c, name, seconds, ours, gpu):
     return ROW.format(title, name, milliseconds, against, f"{c.global_batch_size * c.seq_length / median:,.0f}", mfu)
 
 
-# --- the command line and the tables --------------------------------------------------------------
+# --- names and numbers --------------------------------------------------------------------------
 
 
-def chosen(names, only):
-    """Return the names that contain `only`. Raises UserError if there are none."""
-    if not any(only in name for name in names):
-        raise UserError(f"--only={only}: no name contains this text; the names are {', '.join(names)}")
-    return [name for name in names if only in name]
+def chosen(names, words):
+    """Return the names that contain these words of the command line. Raises UserError if there are none."""
+    text = " ".join(words)
+    if not (found := [name for name in names if text in name]):
+        raise UserError(f"{text}: no name contains this text; the names are {', '.join(names)}")
+    return found
 
 
 def spread(values, form="{:.2f}"):

@@ -41,5 +41,5 @@ else
     say "skipped the tests: pytest is not installed"
 fi
 run kernels 210 -m bench kernels
-run train 270 -m bench train --config=configs/gpt2_345m.py --micro_batch_size=32
+run train 270 -m bench train configs/gpt2_345m.py --micro_batch_size=32
 exit $failed

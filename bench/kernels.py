@@ -1,6 +1,6 @@
 """Checks the operations of kernels.py beside reference.py on a GPU, and measures their times.
 
-    python -m bench kernels --only="layer norm"
+    python -m bench kernels layer norm
 
 The inputs are those of one micro-batch: n tokens in bf16. An error and the allowed error are those
 of the tests (testing/cases.py). `triton.testing.do_bench` empties the L2 cache before each call and
@@ -32,22 +32,19 @@ from testing.cases import CASES, adamw, buffers, errors, random, update_scalars,
 
 LARGE = dict(n=32768, h=1024, s=1024, v=50257)  # tokens, hidden size, tokens of a sample, vocabulary
 SMALL = dict(n=16, h=64, s=16, v=200)  # without a GPU
+ROUNDS = 5  # turns of each of the three
 LINE = "{:<26}{:<10}{:>14}{:>10}  {}"
 
 
-def measure(only: str = "", rounds: int = 5):
-    """Check each operation, and compare its times with PyTorch's. Exit code 1: one is wrong.
-
-    --only     only operations whose name contains this text
-    --rounds   turns of each of the three
-    """
+def measure(*words):
+    """Check the operations whose names contain `words`. Compare times with PyTorch's. Exit code 1: one is wrong."""
     if importlib.util.find_spec("triton") is None:
         raise UserError("bench kernels: needs Triton: pip install triton")
     gpu = torch.cuda.is_available()
     cases = operations(torch.device("cuda" if gpu else "cpu"), **(LARGE if gpu else SMALL))
-    names = chosen(cases, only)
+    names = chosen(cases, words)
     if gpu:
-        copy = f"a copy moves {copy_rate():,.0f} GB/s; {LARGE}; median (smallest-largest) of {rounds} turns"
+        copy = f"a copy moves {copy_rate():,.0f} GB/s; {LARGE}; median (smallest-largest) of {ROUNDS} turns"
         print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; {copy}")
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # before the import of Triton
@@ -56,7 +53,7 @@ def measure(only: str = "", rounds: int = 5):
         sanitizer.install()
         print(f"no GPU: a check in Triton's interpreter, without times; {SMALL}")
     print(LINE.format("", "", "error/allowed", "GB/s", "microseconds"), flush=True)
-    right = compete({name: partial(check, name, cases[name], rounds if gpu else 0) for name in names}, 1)
+    right = compete({name: partial(check, name, cases[name], ROUNDS if gpu else 0) for name in names}, 1)
     if any(right.get(name) != [True] for name in names):
         sys.exit(1)
 

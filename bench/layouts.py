@@ -1,11 +1,12 @@
 """Measures a training step of each layout: ours, and PyTorch's DDP, FSDP2, DTensor or pipelining.
 
-    python -m bench layouts --only=zero
+    python -m bench layouts zero
 
 Both train the same GPT (MODEL) from the same weights on the same samples, in the same processes:
 Gloo, one thread each, no GPU. First, losses and gradient norms of three steps are compared.
 """
 
+import contextlib
 import gc
 import tempfile
 from functools import partial
@@ -22,23 +23,19 @@ from parallel.mesh import Mesh
 
 MODEL = dict(num_layers=4, hidden_size=256, seq_length=128, vocab_size=2048, num_attention_heads=8)
 CPU = torch.device("cpu")
+ROUNDS, STEPS = 9, 2  # turns of ours and of theirs, and timed steps of a turn
 
 
-def measure(rounds: int = 9, steps: int = 2, only: str = ""):
-    """Compare our step with PyTorch's (goal: ours / theirs at most 1).
-
-    --rounds   turns of ours and of theirs
-    --steps    timed steps of a turn
-    --only     only layouts whose name contains this text
-    """
-    names = chosen([layout[0] for layout in LAYOUTS], only)
-    print(f"PyTorch {torch.__version__}, Gloo, fp32, {MODEL}; median (smallest-largest) of {rounds} turns")
+def measure(*words):
+    """Compare our step with PyTorch's (goal: ours / theirs at most 1), on the layouts whose names contain `words`."""
+    names = chosen([layout[0] for layout in LAYOUTS], words)
+    print(f"PyTorch {torch.__version__}, Gloo, fp32, {MODEL}; median (smallest-largest) of {ROUNDS} turns")
     print(TITLES, flush=True)
     for processes in (1, 2, 4):
         some = [layout for layout in LAYOUTS if layout[1] == processes and layout[0] in names]
         if some:
             with tempfile.TemporaryDirectory() as folder:
-                arguments = f"{folder}/x", processes, some, MODEL, rounds, steps
+                arguments = f"{folder}/x", processes, some, MODEL, ROUNDS, STEPS
                 torch.multiprocessing.spawn(work, arguments, nprocs=processes)
 
 
@@ -70,11 +67,8 @@ def one_process(c, mesh, batches):
 def ddp(c, mesh, batches):
     options = dict(process_group=mesh.data.group, gradient_as_bucket_view=True)
     model = nn.parallel.DistributedDataParallel(Plain(c, mesh.tp), **options)
-
-    def before(last):
-        model.require_backward_grad_sync = last
-
-    return plain_step(model, c, mesh, batches, before=before)
+    around = lambda last: contextlib.nullcontext() if last else model.no_sync()  # noqa: E731
+    return plain_step(model, c, mesh, batches, around=around)
 
 
 def fsdp(c, mesh, batches):
@@ -83,13 +77,14 @@ def fsdp(c, mesh, batches):
 
     model, axis = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.data.size,))
     free_after_forward = c.zero == 3
-    for part in [*model.units[1:-1], model]:
+    for part in [*[*model][1:-1], model]:
         fully_shard(part, mesh=axis, reshard_after_forward=free_after_forward)
 
-    def before(last):
+    def around(last):
         model.set_reshard_after_backward(free_after_forward or last)
+        return contextlib.nullcontext()
 
-    return plain_step(model, c, mesh, batches, before=before)
+    return plain_step(model, c, mesh, batches, around=around)
 
 
 def dtensor(c, mesh, batches):
@@ -98,25 +93,21 @@ def dtensor(c, mesh, batches):
     from torch.distributed.tensor import parallel as styles
 
     model, axis = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.tp.size,))
-    tokens, head = Shard(1) if c.sequence_parallel else Replicate(), f"units.{c.num_layers + 1}"
+    tokens = Shard(1) if c.sequence_parallel else Replicate()
     column = styles.ColwiseParallel(input_layouts=tokens)
     row = styles.RowwiseParallel(output_layouts=tokens)
     plan = {
-        "units.0.word": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-        f"{head}.word": styles.ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+        "embedding.word": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        "head.word": styles.ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
     }
-    for i in range(1, c.num_layers + 1):
-        plan |= {f"units.{i}.{name}": column for name in ("qkv", "fc1")}
-        plan |= {f"units.{i}.{name}": row for name in ("proj", "fc2")}
-        if c.sequence_parallel:
-            plan |= {f"units.{i}.{name}": styles.SequenceParallel() for name in ("ln1", "ln2")}
+    plan |= {"block*.qkv": column, "block*.fc1": column, "block*.proj": row, "block*.fc2": row}
     if c.sequence_parallel:
-        plan[f"{head}.ln"] = styles.SequenceParallel()
-        plan["units.0.position"] = styles.SequenceParallel(sequence_dim=0, use_local_output=True)
-        model.units[0].positions = model.units[0].positions.chunk(mesh.tp.size)[mesh.tp.rank]
+        plan |= {name: styles.SequenceParallel() for name in ("block*.ln1", "block*.ln2", "head.ln")}
+        plan["embedding.position"] = styles.SequenceParallel(sequence_dim=0, use_local_output=True)
+        model.embedding.positions = model.embedding.positions.chunk(mesh.tp.size)[mesh.tp.rank]
     styles.parallelize_module(model, axis, plan)
     model.tie()
-    return plain_step(model, c, mesh, batches, context=styles.loss_parallel)
+    return plain_step(model, c, mesh, batches, around=lambda last: styles.loss_parallel())
 
 
 THEIR_SCHEDULES = {  # {our schedule: (PyTorch's nearest class, chunks of a rank)}
@@ -139,7 +130,7 @@ def pipelining(c, mesh, batches):
     schedule, chunks = THEIR_SCHEDULES[c.schedule]
     n, rank, vee = mesh.pp.size, mesh.pp.rank, "ZBV" in schedule
     model, count = Plain(c, mesh.tp, tied=False), n * chunks
-    parts = split(model.units, count)
+    parts = split([*model], count)
     stage_numbers = [rank, 2 * n - 1 - rank] if vee else list(range(rank, count, n))
     modules = {i: nn.Sequential(*parts[i]) for i in stage_numbers}
     stages = [pp.PipelineStage(module, i, count, CPU, group=mesh.pp.group) for i, module in modules.items()]
@@ -151,7 +142,7 @@ def pipelining(c, mesh, batches):
     )
     optimizer = make_optimizer(nn.ModuleList(modules.values()), c)
     first, last = 0 in modules, count - 1 in modules
-    tables = [model.units[0].word.weight] * first + [model.units[-1].word.weight] * last
+    tables = [model.embedding.word.weight] * first + [model.head.word.weight] * last
     if first != last:
         twins = mesh.holders([0, n - 1])
     ids, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))

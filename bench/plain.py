@@ -20,6 +20,11 @@ from parallel.layout import number_of_micro_batches
 from testing.cases import word_ids
 
 ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+OURS = {  # PyTorch's name: ours
+    "embedding.word.weight": "word.weight",
+    "embedding.position.weight": "embedding.position",
+    "head.word.weight": "word.weight",
+}
 STEADY = dict(train_iters=10**5, lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=0.0)
 
 
@@ -51,48 +56,38 @@ class PlainBlock(nn.Module):
         return x + self.fc2(self.activation(self.fc1(self.ln2(x))))
 
 
-class PlainHead(nn.Module):
+class PlainHead(nn.Sequential):  # [b, s, h] -> [b, s, v]
     def __init__(self, c):
         super().__init__()
         self.ln = nn.LayerNorm(c.hidden_size)
         self.word = nn.Linear(c.hidden_size, c.padded_vocab_size, bias=False)
 
-    def forward(self, x):
-        return self.word(self.ln(x))  # [b, s, v]
 
+class Plain(nn.Sequential):
+    """The units one after another. Their parameters have our names, but for those in OURS."""
 
-class Plain(nn.Module):
     def __init__(self, c, tp, tied=True):
         super().__init__()
-        self.units = nn.ModuleList([PlainEmbedding(c), *(PlainBlock(c) for _ in range(c.num_layers)), PlainHead(c)])
+        self.embedding = PlainEmbedding(c)
+        for i in range(c.num_layers):
+            self.add_module(f"block{i}", PlainBlock(c))
+        self.head = PlainHead(c)
         self.load(c, tp)
         if tied:
             self.tie()
 
     def tie(self):
-        self.units[-1].word.weight = self.units[0].word.weight
-
-    def forward(self, ids):
-        for unit in self.units:
-            ids = unit(ids)
-        return ids
+        self.head.word.weight = self.embedding.word.weight
 
     @torch.no_grad()
     def load(self, c, tp):
         """Copy the initial values of model.py's ParamSpecs, so that the losses can be compared."""
-        for spec in GPT(c, tp).specs().values():
-            weight = spec.initial(c.seed)
-            if ".qkv." in spec.name:  # ours is [3, a d, ...]
+        specs = GPT(c, tp).specs()
+        for name, p in self.named_parameters():
+            weight = specs[OURS.get(name, name)].initial(c.seed)
+            if ".qkv." in name:  # ours is [3, a d, ...]
                 weight = weight.unflatten(1, (-1, c.head_size)).transpose(0, 1).flatten(0, 2)
-            unit, _, name = spec.name.partition(".")
-            if unit == "word":
-                self.units[0].word.weight.copy_(weight)
-                self.units[-1].word.weight.copy_(weight)
-            elif unit == "embedding":
-                self.units[0].position.weight.copy_(weight)
-            else:
-                i = -1 if unit == "head" else 1 + int(unit.removeprefix("block"))
-                self.units[i].get_parameter(name).copy_(weight)
+            p.copy_(weight)
 
 
 # --- a training step ------------------------------------------------------------------------------
@@ -142,10 +137,10 @@ def clip(optimizer, c):
     return norm
 
 
-def plain_step(model, c, mesh, batches, loss=None, context=contextlib.nullcontext, before=lambda last: None):
+def plain_step(model, c, mesh, batches, loss=None, around=lambda last: contextlib.nullcontext()):
     """Return step() of a model without pipeline stages.
 
-    loss(ids, targets): a micro-batch's. context(): around each of them. before(last): before it.
+    loss(ids, targets): a micro-batch's. around(last): the context of its forward and backward.
     """
     optimizer = make_optimizer(model, c)
     loss = loss or (lambda ids, targets: loss_of(model(ids), targets))
@@ -153,8 +148,7 @@ def plain_step(model, c, mesh, batches, loss=None, context=contextlib.nullcontex
     def step():
         total = 0.0
         for j, batch in enumerate(batches):
-            before(j == len(batches) - 1)
-            with context():
+            with around(j == len(batches) - 1):
                 part = loss(*batch) / len(batches)
                 part.backward()
             total += part.detach()

@@ -1,7 +1,6 @@
 """Tests bench/: the loop, the command line, each measurement on a CPU, first_run.sh. No test checks a time."""
 
 import functools
-import inspect
 import os
 import subprocess
 import sys
@@ -63,14 +62,6 @@ def bench(monkeypatch, *arguments):
     command_line.main()
 
 
-def test_each_measurement_and_option_is_explained():
-    for name in command_line.NAMES:
-        measure, _ = command_line.measurement(name)
-        assert f"python -m bench {name} " in command_line.__doc__
-        for option in inspect.signature(measure).parameters:
-            assert f"--{option} " in measure.__doc__
-
-
 # --- the measurements -----------------------------------------------------------------------------------
 
 
@@ -78,7 +69,8 @@ def test_layouts_train_as_pytorchs(monkeypatch, capfd):
     """Each of PyTorch's programs once, and each of its schedules."""
     monkeypatch.setattr(layouts, "MODEL", dict(layouts.MODEL, num_layers=2, hidden_size=16, vocab_size=128))
     monkeypatch.setattr(layouts, "LAYOUTS", [layout for layout in layouts.LAYOUTS if layout[1] == 2])
-    bench(monkeypatch, "layouts", "--rounds=1", "--steps=1")
+    monkeypatch.setattr(layouts, "ROUNDS", 1)
+    bench(monkeypatch, "layouts")
     rows = [line[:26].strip() for line in capfd.readouterr().out.splitlines()[2:]]
     assert rows == [layout[0] for layout in layouts.LAYOUTS for _ in range(2)]
 
@@ -88,7 +80,7 @@ def test_a_wrong_kernel_and_one_that_fails_are_reported(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "relu_", exhausted)
     for name, words in (("gelu", "WRONG"), ("relu", "relu failed: OutOfMemoryError")):
         with pytest.raises(SystemExit) as ended:
-            bench(monkeypatch, "kernels", f"--only={name}")
+            bench(monkeypatch, "kernels", name)
         assert ended.value.code == 1 and words in capsys.readouterr().out
 
 
