@@ -12,15 +12,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import log
 import train
 from accounts import devices, flops
 from accounts.metrics import read_metrics
+from bench.plain import Plain
 from config import Config
 from errors import UserError
-from testing.tiny import AfterActions, built, plain_gpt, tiny_batches, tiny_config
+from parallel.mesh import Mesh
+from testing.tiny import AfterActions, built, tiny_batches, tiny_config
 
 STEP = log.StepNumbers(1 / 3, 0.1, 1e-3, skipped=False, stop=False, apart=False, loss_scale=1.0, samples=50)
 
@@ -153,9 +156,9 @@ def test_timers_and_validation_print_the_published_lines():
 def test_model_flops_count_every_product_of_the_blocks_and_the_head():
     """Forward and backward, in plain PyTorch."""
     config = tiny_config(1, num_layers=3, seq_length=24, vocab_size=128)
-    run, ids = built(config), torch.zeros(2, 24, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        plain_gpt(run, ids, ids).sum().backward()
+    plain, ids = Plain(config, Mesh().tp), torch.zeros(2, 24, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        plain(ids).sum().backward()
     ours, counted = flops.model_flops(config, batch=2), counter.get_total_flops()
     assert ours == pytest.approx(counted, rel=1e-12), f"model_flops is {ours / counted:.6g} of what PyTorch counts"
 

@@ -6,13 +6,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
 import train
+from bench.plain import Plain
 from errors import UserError
 from model import GPT, Block, LayerNorm, MicroBatch
 from parallel.layout import kind_of
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear, specs
 from testing.compare import same_tensor
-from testing.tiny import built, plain_gpt, tiny_batches, tiny_config
+from testing.tiny import built, tiny_batches, tiny_config
 
 PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
@@ -68,10 +69,10 @@ def samples(run, b=3):
 
 
 def test_losses_and_gradients_are_those_of_plain_pytorch(run):
-    tokens = samples(run, 6)
+    tokens, plain = samples(run, 6), Plain(run.config, run.mesh.tp).double()
     with torch.no_grad():
         batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
-        expected = plain_gpt(run, tokens[:, :-1], tokens[:, 1:])
+        expected = plain.losses(tokens[:, :-1], tokens[:, 1:], 100)
         assert torch.allclose(run.model(batch), expected, rtol=1e-12)
 
     with pytest.raises(UserError, match="to train"):
@@ -79,17 +80,14 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
     parts = iter([run.model.micro_batch(t[:, :-1], t[:, 1:]) for t in tokens.split(3)])
     run.zero.zero_grad()
     loss = run.executor.run(parts, 2, 8.0 / 2) / 2
-    ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
-    squared_norm = run.zero.squared_norm()
-    for p in run.model.parameters():
-        p.grad = None
-    mean = plain_gpt(run, tokens[:, :-1], tokens[:, 1:]).mean()
+    mean = plain.losses(tokens[:, :-1], tokens[:, 1:], 100).mean()
     mean.backward()
     assert torch.allclose(loss, mean.detach(), rtol=1e-12)
+    right = plain.gradients()
     for p in run.model.parameters():  # 8 is the loss scale
-        same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], 8 * p.grad)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])  # contains the tied table once
-    assert torch.allclose(squared_norm.sqrt(), 8 * norm, rtol=1e-12)
+        same_tensor(f"the gradient of {p.spec.name}", p.grad, 8 * right[p.spec.name])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])  # contains the tied table once
+    assert torch.allclose(run.zero.squared_norm().sqrt(), 8 * norm, rtol=1e-12)
 
 
 def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
@@ -108,7 +106,8 @@ def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
         dropped = run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], torch.arange(3)))
         assert sites == [(site, config.seed) for site in range(5)]
         whole = run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:]))
-    assert torch.allclose(whole, plain_gpt(run, tokens[:, :-1], tokens[:, 1:]), rtol=1e-12)
+    right = Plain(config, run.mesh.tp).double().losses(tokens[:, :-1], tokens[:, 1:], 100)
+    assert torch.allclose(whole, right, rtol=1e-12)
     assert not torch.allclose(dropped, whole, rtol=1e-3)
 
 

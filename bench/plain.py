@@ -89,6 +89,19 @@ class Plain(nn.Sequential):
                 weight = weight.unflatten(1, (-1, c.head_size)).transpose(0, 1).flatten(0, 2)
             p.copy_(weight)
 
+    def losses(self, ids, targets, vocab_size):
+        """Return every token's loss, without the padding of the vocabulary."""
+        return F.cross_entropy(self(ids)[..., :vocab_size].flatten(0, 1), targets.flatten(), reduction="none")
+
+    def gradients(self):
+        """Return {our name: gradient}, in our shapes."""
+        found = {OURS.get(name, name): p.grad for name, p in self.named_parameters()}
+        for name in found:
+            if ".qkv." in name:
+                parts = found[name].unflatten(0, (-1, 3, self.block0.head_size))
+                found[name] = parts.transpose(0, 1).flatten(1, 2)
+        return found
+
 
 # --- a training step ------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import train
 from accounts.metrics import read_metrics
@@ -142,32 +141,6 @@ class AfterActions(Tool):
         yield
         if isinstance(subject, Action):
             self.function()
-
-
-# --- the model in plain PyTorch ---------------------------------------------------------------------------------------
-
-
-def plain_gpt(run, ids, targets):
-    """Return every token's loss in plain PyTorch, with the same weights."""
-    c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
-
-    def norm(x, name):
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
-
-    b, s = ids.shape
-    x = F.embedding(ids, w["word.weight"]) + w["embedding.position"][:s]
-    for i in range(c.num_layers):
-        qkv_w, qkv_b = w[f"block{i}.qkv.weight"].flatten(0, 1), w[f"block{i}.qkv.bias"].flatten()
-        q, k, v = F.linear(norm(x, f"block{i}.ln1"), qkv_w, qkv_b).chunk(3, -1)
-        q, k, v = (t.view(b, s, c.num_attention_heads, -1).transpose(1, 2) for t in (q, k, v))
-        scores = (q @ k.transpose(2, 3) / math.sqrt(c.head_size)).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
-        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        x = x + F.linear(y, w[f"block{i}.proj.weight"], w[f"block{i}.proj.bias"])
-        y = F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"])
-        y = F.relu(y) if c.activation == "relu" else F.gelu(y, approximate="tanh")
-        x = x + F.linear(y, w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
-    logits = F.linear(norm(x, "head.ln"), w["word.weight"])[..., : c.vocab_size]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
 
 # --- what a step keeps ------------------------------------------------------------------------------------------------
