@@ -210,6 +210,8 @@ def initial_difference(records, before, case):
                 "the numbers must be a function of (seed, name) and of nothing else": True,
             }
             return f"The initial {name} of rank {case.name(rank)} differs: {first_true(causes)}."
+    missing = sorted({*case.specs} - {name for _, name, _ in pieces})
+    return f"No rank has {missing[0]}." if missing else ""
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -227,7 +229,7 @@ def first_true(causes):
 def gradient_cause(found, case):
     """Return why gradients differ in the first step. found: [Finding]."""
     c, specs, rule, wrong = case.config, case.specs, RULES[case.config.optimizer], {f.name for f in found}
-    everywhere = wrong == set(specs)
+    everywhere, worst = wrong == set(specs), max(f.relative for f in found)
     names = "All gradients" if everywhere else ", ".join(sorted(wrong)[:ROWS])
     first = next(name for name in reversed(specs) if name in wrong)  # in the order of backward
     ratios = np.array([f.ratio for f in found])
@@ -240,6 +242,7 @@ def gradient_cause(found, case):
     )
     right = "The sum is right for " + ", ".join(sorted({*of_tp, *of_pp}))
     slices = [f.name for f in found if case.cut(f.name) and all(same(x, f.ours) for x in case.held(f, "tp"))]
+    apart = [f.name for f in found if not (case.cut(f.name) or all(same(x, f.ours) for x in case.held(f, "tp")))]
     f, (one, other) = max(found, key=lambda f: len(f.ours)), (case.shares.get((d, 0)) for d in (0, 1))
     counts, d = times_counted(f, case), case.place(f.rank)["dp"]
     mine, others = counts[d], torch.cat([counts[:d], counts[d + 1 :]])
@@ -254,6 +257,7 @@ def gradient_cause(found, case):
         f"{ratio}Their gradient is summed over the holders twice.": twice and not everywhere,
         f"{ratio}Their gradient never arrives: it is dropped, or cleared before the reduction.": abs(r) < 1e-9,
         f"{ratio}{scale_cause(r, case)}.": r == r,
+        f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": 2**-18 < worst < 2**-7,
         f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
         "Only replicated parameters may be summed over tp.": slices,
         f"Partial gradients are not summed over the tp ranks. {right}. Is it used inside a pair of linears? Then "
@@ -263,6 +267,8 @@ def gradient_cause(found, case):
         "the embedding's backward. Its buffer is reduced before that, or changes while it is sent.": (
             wrong == {"word.weight"} and not c.schedule.startswith("zb")
         ),
+        f"The tp ranks have different gradients of {''.join(apart[:1])}: is x used inside a pair of linears? Then each "
+        "rank has only its part of the gradient, and nobody sums the parts. Or is a sum over tp missing?": apart,
         "Data ranks 0 and 1 have the same gradient: they read the same samples.": (
             other and torch.equal(one[f.name], other[f.name])
         ),
@@ -291,7 +297,8 @@ def gradient_cause(found, case):
             case.loss is not None
         ),
         f"Backward runs from the head to the embedding. The first wrong gradient on this way is {first}'s. Look at "
-        "this layer, and at the next one in forward: its backward gives this layer's dy.": True,
+        "this layer, and at the next one in forward: its backward gives this layer's dy.": first[:4] != "head",
+        "The loss is right. Look at the head's backward, and where gradients are changed and summed.": True,
     }
     return first_true(causes)
 

@@ -144,13 +144,13 @@ def listed(slow):
     """Return (the points of every run, those that only a slow run adds; these take seconds to choose).
 
     Every run: the points that a planted mistake names, then small ones with many pairs of values. A schedule or a rule
-    of yours adds points with each other value. A slow run has each pair of values.
+    of yours adds points with each pair of values. A slow run has each pair of all values.
     """
     small = [point for point in points() if ranks(**point) <= 4]
     yours = [point for point in small if not {point["schedule"], point["optimizer"]} <= {*SCHEDULES, *OPTIMIZERS}]
     ours = [point for point in small if point not in yours]
     named = [point for point in ours if name(point) in NAMED.split()]
-    quick = cover(ours, 1, cover(ours, 2, named)[:QUICK]) + (cover(yours, 1) if yours else [])
+    quick = cover(ours, 1, cover(ours, 2, named)[:QUICK]) + (cover(yours, 2) if yours else [])
     return quick, cover(points(), 2, quick)[len(quick) :] if slow else []
 
 
