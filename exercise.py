@@ -14,31 +14,30 @@ Predict first: `start` asks for two or three numbers. The right numbers are show
 stands in for the project's in a copy of the last commit, and each test there is a lamp with the idea that it stands
 for. A bonus lamp may stay red. What else of the file you changed is listed.
 
-exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps, and answers for
-our own tests.
+exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps with their points
+(a bonus has 0), and answers for our own tests.
 """
 
 from errors import UserError, exit_on_user_error, reading, regular, shown  # isort: skip
 from options import Parser, within  # isort: skip
 import ast
 import contextlib
-import difflib
-import importlib
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from datetime import datetime
 from pathlib import Path
 
-from testing.judging import ROOT, committed, contains, copied, need_pytest, run, run_tests
+from exercises import hunt
+from testing.judging import ROOT, committed, contains, copied, run, run_tests
 
 MINE = ROOT / "mine"
 LIMIT = 120  # seconds that a test may need
 NOTE = 70  # characters of a table's cell
 LINES = 16  # of a red lamp's message
 LONGEST = 10**5  # characters of an answer
+PART = r"(?m)^(?=[^\s)\]}]|    (?:def |@))"  # the beginning of a class, a method, a function or another line
 LEGEND = """todo: not judged yet; red: a lamp is red; green: all but bonus are green. A lamp is a test with one idea.
 todo: まだ採点していません。red: 赤いランプがあります。green: ボーナス以外は緑です。ランプは1つの考え方のテストです。"""
 FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
@@ -113,15 +112,18 @@ def tests(*numbers):
 
 
 def judge(number, text, limit=LIMIT, commands=()):
-    """Judge `text`, the exercise's whole file, in a copy of the last commit. Return (lamps, output of the commands)."""
-    lines = []
+    """Judge `text`, the exercise's whole file, in a copy of the last commit, and print what the commands print there.
+
+    Return its `lamps`.
+    """
     with copied({exercise(number)["file"]: text}) as folder:
+        judged = lamps(number, run_tests(folder, tests(number), limit=limit))
         for command in commands:
             code, output, errors = run(folder, command.split(), limit)
-            said = output + "".join(errors.splitlines()[-1:])
-            said = said.splitlines() if code is not None else [f"no answer in {limit:g} s"]
-            lines += [f"$ python {command}", *map(shown, said)]
-        return lamps(number, run_tests(folder, tests(number), limit=limit)), "\n".join(lines)
+            said = [*output.splitlines(), *errors.splitlines()[-1:]]
+            said = said if code is not None else [f"no answer in {limit:g} s"]
+            print(f"$ python {command}", *map(shown, said), sep="\n")
+    return judged
 
 
 def lamps(number, results):
@@ -139,61 +141,66 @@ def explained(e, message):
     return "\n".join(next(said, [message]))
 
 
-def without(text, function):
-    """Return a file's text without a function "f" or "Class.f". A student's text is not parsed: it may be anything."""
-    scope, _, name = function.rpartition(".")
-    indent, start = "    " * bool(scope), re.search(rf"(?m)^class {scope}\b", text) if scope else None
-    lines = re.compile(rf"(?m)^{indent}def {name}\(.*\n(?:(?:{indent}[ )].*)?\n)*")
-    found = lines.search(text, start.start() if start else 0)
-    return text[: found.start()] + text[found.end() :] if found else text
+def parts_of(text, functions):
+    """Return [(name, text)] of a file's classes, methods, functions and other lines, without those in `functions`.
+
+    A student's text is not parsed: it may be anything.
+    """
+    found, scope, own = [], "", [*functions]
+    lines = filter(str.strip, text.splitlines())
+    for part in re.split(PART, "".join(f"{line}\n" for line in lines)):
+        indent, kind, name = re.match(r"( *)(?:(def|class) (\w+))?", part).groups()
+        if not indent:
+            scope = f"{name}." * (kind == "class")
+        name = scope * bool(indent) + (name or part.split("\n")[0])
+        if name in own:
+            own.remove(name)
+        else:
+            found.append((name, part))
+    return found
 
 
 def also_changed(number, text):
     """Return what the answer changes beside its functions: names of functions, and lines at the top of the file."""
-    texts, found, place = [committed(exercise(number)["file"]), f"{text}\n"], [], "the first lines"
-    for function in exercise(number)["functions"]:
-        texts = [without(each, function) for each in texts]
-    project, answer = (each.splitlines() for each in texts)
-    for line in [*difflib.unified_diff(project, answer, n=LONGEST, lineterm="")][3:]:
-        if heading := re.match(r".(?:    )?(?:def |class |@)(\w+)", line):
-            place = heading[1]
-        elif line[1:2].strip(" )"):
-            place = line[1:]
-        if line[0] != " " and line[1:].strip():
-            found.append(place)
-    return list(dict.fromkeys(found))
+    e = exercise(number)
+    project, answer = (parts_of(each, e["functions"]) for each in (committed(e["file"]), text))
+    changed = [part for part in project + answer if not (part in project and part in answer)]
+    return list(dict.fromkeys(name for name, _ in changed))
 
 
-def right_numbers(number):
-    """Return the right numbers of the predictions: a derivation's last term. The tests compare it with the formula."""
-    return [float(eval(q["derivation"].rpartition("=")[2])) for q in exercise(number)["predict"]]
+def right_number(question):
+    """Return the right answer: a derivation's last term. The tests compare it with the formula."""
+    return float(eval(question["derivation"].rpartition("=")[2]))
 
 
 def predictions(number, mine):
-    """Return {question: (answer, its number or None)} of the first complete answers in a folder mine/, or {}.
-
-    In the student's own, keep the first complete answers with their time.
-    """
+    """Return {question: answer} of the first complete answers in a folder mine/, or {}. Keep the student's own."""
     questions, first = (mine / f"{number}.{kind}" for kind in ("txt", "first"))
     path = first if first.exists() else questions
-    texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text_of(path)[: LONGEST // 10] if path.exists() else ""))
+    text = text_of(path)[: LONGEST // 10] if path.exists() else ""
+    texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
     answers = {q["name"]: texts.get(q["name"]) or "?" for q in exercise(number)["predict"]}
     if "?" in answers.values():
         return {}
-    if mine == MINE and path == questions:
-        lines = [f"# answered: {datetime.now():%Y-%m-%d %H:%M:%S}", *(f"{name} = {x}" for name, x in answers.items())]
-        first.write_text("\n".join(lines) + "\n", "utf-8")
-    return {name: (answer, number_in(answer)) for name, answer in answers.items()}
-
-
-def number_in(answer):
-    top, _, bottom = re.sub(r",(?=\d{3}\b)| ", "", answer).partition("/")
-    with contextlib.suppress(ValueError, ArithmeticError):
-        return float(top) / float(bottom or 1)
+    if mine == MINE:
+        first.write_text(text, "utf-8")
+    return answers
 
 
 def is_right(answer, right):
-    return answer is not None and abs(answer - right) <= 0.01 * abs(right)
+    """Return whether a text such as 8,192 or 3/27 is at most 1% off. Without a number it is None."""
+    top, _, bottom = re.sub(r",(?=\d{3}\b)| ", "", answer).partition("/")
+    with contextlib.suppress(ValueError, ArithmeticError):
+        return abs(float(top) / float(bottom or 1) - right) <= 0.01 * abs(right)
+
+
+def compared(number, mine):
+    """Return [(question, answer, right answer, whether it is right)] of `predictions`."""
+    answers, rows = predictions(number, mine), []
+    for q in exercise(number)["predict"] if answers else []:
+        answer, right = answers[q["name"]], right_number(q)
+        rows.append((q, answer, right, is_right(answer, right)))
+    return rows
 
 
 # --- grade ------------------------------------------------------------------------------------------------------------
@@ -220,18 +227,17 @@ def print_row(cells, widths):
 
 def graded(number, mine, limit):
     """Return a row for `grade`. Only red lamps without bonus give a note."""
-    e, path, right = exercise(number), answer_path(number, mine), right_numbers(number)
-    good = [is_right(x, y) for (_, x), y in zip(predictions(number, mine).values(), right, strict=False)]
-    row = {"predictions": f"{sum(good)} of {len(right)}", "note": "todo"}
+    path, good = answer_path(number, mine), [good for *_, good in compared(number, mine)]
+    row = {"predictions": f"{good.count(True)} of {len(exercise(number)['predict'])}"}
     text = text_of(path) if path.exists() else blank(number)
     if text == blank(number):
-        return row
-    judged, _ = judge(number, text, limit)
-    for kind in ("lamps", "bonus"):
-        messages = [message for lamp, message in judged if ("bonus" in lamp) == (kind == "bonus")]
-        row[kind] = f"{messages.count(None)} of {len(messages)}" * bool(messages)
-    row["points"] = sum(x for x, (_, message) in zip(e["points"], judged, strict=True) if message is None)
-    row["note"] = next((message for lamp, message in judged if message is not None and "bonus" not in lamp), "")
+        return row | {"note": "todo"}
+    judged = judge(number, text, limit)
+    for name, is_bonus in (("lamps", False), ("bonus", True)):
+        messages = [message for lamp, message in judged if is_bonus == (not lamp["points"])]
+        row[name] = f"{messages.count(None)} of {len(messages)}"
+    row["points"] = sum(lamp["points"] for lamp, message in judged if message is None)
+    row["note"] = next((message for lamp, message in judged if message is not None and lamp["points"]), "")
     return row | {"also changed": ", ".join(also_changed(number, text))}
 
 
@@ -268,25 +274,24 @@ def answer_of(number, mine):
 
 def judge_mine(number, mine, limit):
     """Judge the answer and the predictions in a folder mine/, and print all. Return whether the exercise is green."""
-    e, text, answers = exercise(number), answer_of(number, mine), predictions(number, mine)
+    e, text, answers = exercise(number), answer_of(number, mine), compared(number, mine)
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
-    judged, outputs = judge(number, text, limit, e["show"])
-    print(outputs, title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
+    judged = judge(number, text, limit, e["show"])
+    print(title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
     if changed := also_changed(number, text):
         print(f"also changed ほかの変更: {shown(', '.join(changed))}")
-    for q, (answer, x), right in zip(e["predict"], answers.values(), right_numbers(number), strict=False):
-        good = is_right(x, right)
+    for q, answer, right, good in answers:
         why = "" if good else f": {q['derivation']}"
         said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
         print(mark(good), said, sep="  ")
     if not answers:
         print(f"mine/{number}.txt: answer all questions to see the right numbers すべて答えると正解が出ます")
     for lamp, message in judged:
-        print(mark(message is None, "bonus" in lamp), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
+        print(mark(message is None, not lamp["points"]), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
         lines = [line for line in (message or "").splitlines() if line.strip(" ^~") and "-v to get" not in line]
         lines = lines[-6:] if "Traceback" in (message or "") else lines[:LINES]
         print("".join(f"       | {shown(line)}\n" for line in lines), end="")
-    return all(message is None or "bonus" in lamp for lamp, message in judged)
+    return all(message is None or not lamp["points"] for lamp, message in judged)
 
 
 def run_command(number, words):
@@ -304,10 +309,11 @@ def run_command(number, words):
 def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["hunt"]:
-        return importlib.import_module("exercises.hunt").main(arguments[1:])
-    if arguments[1:2] == ["run"]:
-        sys.exit(run_command(arguments[0], arguments[2:]))
+    match arguments:
+        case ["hunt", *words]:
+            return hunt.main(words)
+        case [number, "run", *words]:
+            sys.exit(run_command(number, words))
     usage = (
         "python exercise.py [hunt ... | [start | oral] N | N [FOLDER | run COMMAND] | grade N FOLDER ...] [--limit=N]"
     )
@@ -315,32 +321,30 @@ def main(arguments=None):
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
     options = parser.parse_args(sorted(arguments, key=lambda word: word.startswith("--")))  # options come last
-    words = options.words
-    command = words.pop(0) if words and words[0] in ("start", "oral", "grade") else "judge"
-    if not words:
-        for number in numbers():
-            english, japanese = exercise(number)["idea"]
-            print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
-        return print(LEGEND)
-    number, *folders = words
-    if len(folders) > {"judge": 1, "grade": len(folders)}.get(command, 0) or (command == "grade" and not folders):
-        parser.error(f"{words[-1]}: start and oral take one number, judging also a folder, grade folders")
-    if command in ("start", "oral"):
-        return print({"start": start, "oral": oral}[command](number))
-    need_pytest()
-    if command == "grade" and number == "hunt":
-        hunt = importlib.import_module("exercises.hunt")
-        return grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, options.limit), folders)
-    e = exercise(number)
-    if command == "grade":
-        bonus = ["bonus"] * any("bonus" in lamp for lamp in e["lamp"])
-        columns = ["points", "lamps", *bonus, "predictions", "also changed"]
-        return grade(columns, lambda mine: graded(number, mine, options.limit), folders)
-    mine = Path(folders[0], "mine") if folders else MINE
-    green = judge_mine(number, mine, options.limit)
-    if mine == MINE:
-        (MINE / f"{number}.state").write_text("green" if green else "red", "utf-8")
-    sys.exit(not green)
+    match options.words:
+        case []:
+            for number in numbers():
+                english, japanese = exercise(number)["idea"]
+                print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
+            print(LEGEND)
+        case ["start", number]:
+            print(start(number))
+        case ["oral", number]:
+            print(oral(number))
+        case ["grade", "hunt", *folders] if folders:
+            grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, options.limit), folders)
+        case ["grade", number, *folders] if folders:
+            bonus = ["bonus"] * any(not lamp["points"] for lamp in exercise(number)["lamp"])
+            columns = ["points", "lamps", *bonus, "predictions", "also changed"]
+            grade(columns, lambda mine: graded(number, mine, options.limit), folders)
+        case [number]:
+            green = judge_mine(number, MINE, options.limit)
+            (MINE / f"{number}.state").write_text("green" if green else "red", "utf-8")
+            sys.exit(not green)
+        case [number, folder]:
+            sys.exit(not judge_mine(number, Path(folder, "mine"), options.limit))
+        case _:
+            parser.error("start and oral take one number, judging also a folder, grade a number and folders")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from dataclasses import replace
 from fractions import Fraction
 from unittest import mock
 
@@ -12,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config as configuration
 from accounts import ledger, memory, meta, traffic
 from config import CHOICES, Config
-from exercises.show import meshes
 from model import unit_specs
 from parallel import simulation, tensor
 from parallel.layout import Layout
+from testing import dry_run
 from testing.record import check_bytes, record
 from testing.tiny import tiny_config
 
@@ -25,22 +26,32 @@ def test_a_predicted_table_names_the_stages_first_rank(order):
     config = tiny_config(2, pp=2, tp=2, micro_batch_size=2, order=order)
     tables = traffic.predicted_tables(traffic.predict_step(config, 8))
     said = re.findall(r"sent per step by rank (\d+), predicted", tables)
-    first = [mesh.rank for mesh in meshes(8, 2, 2, order=order) if mesh.data.rank == mesh.tp.rank == 0]
-    assert [int(rank) for rank in said] == first
+    first = []
+    for rank in range(8):
+        with dry_run.started(replace(config, dtype="fp32"), 8, rank) as run:
+            first += [str(rank)] * (run.mesh.data.rank == run.mesh.tp.rank == 0)
+    assert said == first
 
 
-def test_the_formulas_are_the_lectures(workers):
-    """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 32, s = 8."""
+LECTURE = {  # factors of ledger.py's table, and the fields that they belong to
+    "plain": (8, {}),
+    "recompute": (12, {"recompute": "full"}),
+    "sequence parallelism": (10, {"sequence_parallel": True}),
+}
+
+
+@pytest.mark.parametrize("name", LECTURE)
+def test_the_formulas_are_the_lectures(workers, name):
+    """The factor, and 2P (n-1)/n: computed by hand for 2 layers, h = 32, s = 8."""
+    factor, fields = LECTURE[name]
     unit = Fraction(1, 2) * 4 * (4 * 8 * 32) * 3 * 2  # (t-1)/t, bytes of a number, bsh, m and L
-    configs = [
-        tiny_config(2, 2, dtype="fp32", **more) for more in ({}, {"recompute": "full"}, {"sequence_parallel": True})
-    ]
-    records = [workers.run(4, record, config)[0] for config in configs]
-    plain, full, parts = (measured for measured, _ in (record.sent for record in records))
-    assert plain["tp", "activations", "all_reduce"][1] == 8 * unit
-    assert full["tp", "activations", "all_reduce"][1] == 12 * unit
-    assert sum(parts["tp", "activations", name][1] for name in ("all_gather", "reduce_scatter")) == 10 * unit
-    assert plain["data", "gradients", "all_reduce"] == (5, 2 * records[0].kept[0]["gradients"] * Fraction(1, 2))
+    one = workers.run(4, record, tiny_config(2, 2, dtype="fp32", **fields))[0]
+    measured, _ = one.sent
+    sent = sum(count for (_, what, _), (_, count) in measured.items() if what == "activations")
+    assert sent == factor * unit, f"a block sends {float(sent / unit):g} bsh (t-1)/t; should be {factor} bsh (t-1)/t"
+    gradients, right = measured["data", "gradients", "all_reduce"], (5, one.kept[0]["gradients"])
+    said = "a step has {} all_reduce of gradients, with {} bytes"
+    assert gradients == right, f"{said.format(*gradients)}; should be {right}: 2 P (n-1)/n, one for each bucket"
 
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])

@@ -1,17 +1,12 @@
 """Names for the formulas of the exercises' predictions: the tests compare each with its derivation."""
 
-import config as configuration
 from accounts import memory, scaling, traffic
 from accounts.bubbles import FORMULAS, by_formula, simulate
+from exercises.show import tiny
 from parallel.simulation import build
 from testing.tiny import CHECKED
 
 __all__ = ["FORMULAS", "build", "by_formula", "scaling", "simulate"]
-
-
-def tiny(**fields):
-    """Return configs/tiny.py's Config with other fields."""
-    return configuration.load(["configs/tiny.py", *(f"--{name}={value}" for name, value in fields.items())])
 
 
 def sent(ranks, axis, what=None, column=1, **fields):

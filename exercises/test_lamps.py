@@ -3,37 +3,26 @@
 PYTEST_DONT_REWRITE: the message of a failing `assert` is its sentence alone.
 """
 
-from collections import Counter
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import reference
 import train
 from accounts import bubbles
-from accounts import flops as flops_of
+from accounts.flops import hardware_flops, model_flops
 from config import Config
-from exercises.show import meshes
-from parallel import optimizer, simulation, tensor, zero
-from parallel.comm import Pending
+from parallel import optimizer, simulation, tensor
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
 from testing import letters
-from testing.compare import ratio, same_tensor
-from testing.record import check_bytes, check_model, first_step, one_process, record
-from testing.tiny import (
-    AfterActions,
-    built,
-    stirred,
-    storages,
-    tiny_batches,
-    tiny_config,
-    waiting_in_block,
-    wrong_gradients,
-)
+from testing.compare import same_tensor
+from testing.record import check_model, first_step, one_process, record
+from testing.tiny import AfterActions, built, stirred, storages, tiny_batches, tiny_config, wrong_gradients
 
 pytestmark = pytest.mark.slow  # other tests show the same
 
@@ -42,8 +31,21 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def check_training(workers, config):
-    """Fail unless two ranks train the model of one process. Other lamps compare bytes: an answer may keep fewer."""
+TRAINED = {  # on two ranks
+    "zero-1": dict(dp=2, zero=1),
+    "zero-2": dict(dp=2, zero=2),
+    "zero-3": dict(dp=2, zero=3),
+    "lamb": dict(dp=2, zero=1, optimizer="lamb"),
+    "pp": dict(dp=1, pp=2),
+    "ulysses": dict(dp=1, cp=2),
+}
+
+
+@pytest.mark.parametrize("layout", TRAINED)
+def test_two_ranks_train_the_same_model(workers, monkeypatch, layout):
+    """In testing/adversary.py's mode, where a result is wrong until `wait`. An answer may keep fewer bytes."""
+    monkeypatch.setattr(workers, "adversary", True)
+    config = tiny_config(**TRAINED[layout])
     records, one = workers.run(2, record, config), one_process(workers, config)
     check_model(records, one, partial(first_step, workers, 2, config))
 
@@ -55,6 +57,7 @@ PARTS = {
     "blocks": (6, "FLOPs for each weight of a block and each token: 2 in forward, 4 in backward"),
     "attention": (12, "L h s FLOPs for each token: q k^T and its product with v are 2 s h each in forward"),
     "head": (6, "FLOPs for each weight of the head and each token: 2 in forward, 4 in backward"),
+    "recomputation": (1, "forward of the blocks"),
 }
 
 
@@ -66,21 +69,14 @@ def flops(function, **fields):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_flops_of_a_part_are_the_formulas(part):
-    whole, found = flops(flops_of.model_flops), {}
-    found["attention"] = (flops(flops_of.model_flops, seq_length=2 * S) - whole) / (L * H * S)
-    found["head"] = (flops(flops_of.model_flops, vocab_size=2 * V) - whole) / (V * H)
+    whole, found = flops(model_flops), {}
+    found["attention"] = (flops(model_flops, seq_length=2 * S) - whole) / (L * H * S)
+    found["head"] = (flops(model_flops, vocab_size=2 * V) - whole) / (V * H)
     found["blocks"] = (whole - found["attention"] * L * H * S - found["head"] * V * H) / (12 * L * H**2)
+    more = flops(hardware_flops, recompute="full") - flops(hardware_flops)
+    found["recomputation"] = more / (24 * L * H**2 + 4 * L * S * H)
     right, why = PARTS[part]
     assert found[part] == pytest.approx(right), f"{part}: {found[part]:.6g} instead of {right} {why}"
-
-
-def test_recomputation_costs_one_forward_of_the_blocks():
-    for recompute, right in [("none", 0), ("full", 1)]:
-        more = flops(flops_of.hardware_flops, recompute=recompute) - flops(flops_of.model_flops)
-        found = more / (24 * L * H**2 + 4 * L * S * H)
-        assert found == pytest.approx(right), (
-            f"recompute={recompute} costs {found:.6g} forwards of the blocks more than model_flops, instead of {right}"
-        )
 
 
 # --- 2: the chain rule ------------------------------------------------------------------------------------------------
@@ -89,65 +85,65 @@ def test_recomputation_costs_one_forward_of_the_blocks():
 @pytest.mark.parametrize("what", ["dx", "dW", "db", "the sum of two micro-batches"])
 def test_backward_of_a_linear_is_autograds(what):
     """y = x W^T + b, on one process, against torch.nn.functional.linear."""
-    x, w, b, dy = (drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(8, 6), (4, 6), (4,), (8, 4)]))
-    F.linear(x, w, b).backward(dy.detach())
-    ours = [torch.nn.Parameter(tensor.detach().clone()) for tensor in (x, w, b)]
-    for p in ours[1:]:
+    x, w, b = (torch.nn.Parameter(drawn(*shape)) for shape in [(8, 6), (4, 6), (4,)])
+    dy, several = drawn(8, 4), what.startswith("the sum")
+    gradients = torch.autograd.grad(F.linear(x, w, b), (x, w, b), dy)
+    right = dict(zip(["dx", "dW", "db"], gradients, strict=True))
+    for p in (w, b):
         p.grad, p.deferred = torch.zeros_like(p), None
-    buffers = [p.grad for p in ours[1:]]
-    for _ in range(1 + what.startswith("the sum")):
-        ours[0].grad = None
-        Linear.apply(*ours, "copy", None, Mesh().tp, reference).backward(dy.detach())
-    if what.startswith("the sum"):
-        for name, p, buffer, right in zip(["dW", "db"], ours[1:], buffers, [w.grad, b.grad], strict=True):
-            assert p.grad is buffer, f"{name}: `.grad` is a new tensor; add in place, it is a view into a bucket"
-            last = {"the last micro-batch's alone: `.grad` is overwritten, not added to": right}
-            same_tensor(f"the sum of {name} over two micro-batches", p.grad, 2 * right, last)
-    else:
-        i = ["dx", "dW", "db"].index(what)
-        same_tensor(f"{what} (compared with autograd's)", ours[i].grad, (x, w, b)[i].grad)
+    buffers = {"dW": w.grad, "db": b.grad}
+    for _ in range(1 + several):
+        x.grad = None
+        Linear.apply(x, w, b, "copy", None, Mesh().tp).backward(dy)
+    if not several:
+        found = {"dx": x, "dW": w, "db": b}[what].grad
+        return same_tensor(f"{what} (compared with autograd's)", found, right[what])
+    for name, buffer in buffers.items():
+        wrong = {
+            "the last micro-batch's alone: `.grad` is overwritten, not added to": right[name],
+            "a new tensor in `.grad`; add in place, it is a view into a bucket": 0 * right[name],
+        }
+        same_tensor(f"the sum of {name} over two micro-batches", buffer, 2 * right[name], wrong)
 
 
 # --- 3: SGD, AdamW ----------------------------------------------------------------------------------------------------
 
 B1, B2, EPS, LR, DECAY, T = 0.8, 0.95, 0.1, 0.5, 0.2, 3
-CONSTANTS = dict(lr=LR, decay=DECAY, scale=1.0, update=T, beta1=B1, beta2=B2, eps=EPS)
+CONSTANTS = dict(lr=LR, decay=DECAY, scale=0.25, update=T, beta1=B1, beta2=B2, eps=EPS)
 
 
 def buffers():
-    """Return a weight, a gradient, and [m, v]."""
-    return drawn(6), drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
+    """Return a weight, a gradient (4 times that of `adam`, for `scale`), and [m, v]."""
+    return drawn(6), 4 * drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
 
 
 def adam(slide=1, inside=False, t=T):
     """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root."""
-    _, g, (m, v) = buffers()
+    g, (_, _, (m, v)) = drawn(6, seed=1), buffers()
     m, v = B1 * m + slide * (1 - B1) * g, B2 * v + slide * (1 - B2) * g**2
     root = v / (1 - B2**t)
     return m, v, m / (1 - B1**t) / ((root + EPS).sqrt() if inside else root.sqrt() + EPS)
 
 
-@pytest.mark.parametrize("decay", [0.0, DECAY], ids=["step", "decay"])
-def test_sgd_is_its_formula(decay):
-    (w, g, _), before = buffers(), drawn(6)
-    optimizer.sgd(w, 4 * g, [], **CONSTANTS | dict(decay=decay, scale=0.25))
+@pytest.mark.parametrize("name, decay", [("sgd", 0.0), ("sgd", DECAY), ("adamw", DECAY)])
+def test_a_weight_moves_by_the_formula(name, decay):
+    (w, g, moments), before = buffers(), drawn(6)
+    getattr(optimizer, name)(w, g, moments, **CONSTANTS | dict(decay=decay))
+    step, rest = LR * (drawn(6, seed=1) if name == "sgd" else adam()[2]), (1 - LR * decay) * before
     wrong = {
-        "made without the weight decay": before - LR * g,
-        "made with the decay of the weight after the step": (before - LR * g) * (1 - LR * decay),
-        "moved along the gradient, not against it": before * (1 - LR * decay) + LR * g,
-        "made without `scale`": before * (1 - LR * decay) - 4 * LR * g,
+        "made without the weight decay": before - step,
+        "made with the decay of the weight after the step": (before - step) * (1 - LR * decay),
+        "moved along the gradient, not against it": rest + step,
+        "made without `scale`": rest - 4 * step,
         "the old one: change `weight` in place": before,
     }
-    wrong = wrong if decay else dict([*wrong.items()][2:])
-    same_tensor(
-        f"the weight after SGD with decay={decay}", w, drawn(6) - LR * (drawn(6, seed=1) + decay * drawn(6)), wrong
-    )
+    same_tensor(f"the weight after {name} with decay={decay}", w, rest - step, wrong)
 
 
 @pytest.mark.parametrize("what", ["m", "v", "direction"])
 def test_adam_is_its_formula(what):
     _, g, (m, v) = buffers()
-    direction = optimizer.adam_direction(4 * g, m, v, 0.25, T, B1, B2, EPS)
+    direction = optimizer.adam_direction(g, m, v, CONSTANTS["scale"], T, B1, B2, EPS)
     i = ["m", "v", "direction"].index(what)
     wrong = {} if what == "direction" else {f"the old one: change `{what}` in place": buffers()[2][i]}
     wrong |= {
@@ -159,60 +155,16 @@ def test_adam_is_its_formula(what):
     same_tensor(f"{what} of Adam", (m, v, direction)[i], adam()[i], wrong)
 
 
-def test_adamw_decays_the_weight_itself():
-    (w, g, moments), before, step = buffers(), drawn(6), LR * adam()[2]
-    optimizer.adamw(w, g, moments, **CONSTANTS)
-    wrong = {
-        "made without the weight decay": before - step,
-        "moved along the gradient, not against it": before + step,
-        "the old one: change `weight` in place": before,
-        "made with the decay of the weight after the step": (before - step) * (1 - LR * DECAY),
-    }
-    same_tensor("the weight after AdamW", w, before - step - LR * DECAY * before, wrong)
-
-
-# --- 4: data parallel -------------------------------------------------------------------------------------------------
-
-
-def test_a_step_sends_each_gradient_once(workers):
-    tables = workers.run(2, record, tiny_config(2, dtype="fp32"))[0].sent
-    (calls, sent), (buckets, copy) = (table.get(("data", "gradients", "all_reduce"), (0, 0)) for table in tables)
-    said = f"2 P (n-1)/n = {float(copy):,.0f} bytes in {buckets} all_reduce, one for each bucket"
-    assert (calls, sent) == (buckets, copy), f"a step sends {float(sent):,.0f} bytes in {calls} all_reduce, not {said}"
-
-
-def test_sums_run_while_backward_continues(monkeypatch):
-    calls = []
-
-    class Watched(Pending):
-        def wait(self):
-            calls.append("wait")
-            return super().wait()
-
-    monkeypatch.setattr(zero, "all_reduce", lambda x, axis, what, **_: calls.append(what) or Watched(x))
-    run = built(tiny_config(1))
-    run.zero.zero_grad()
-    run.executor.run(tiny_batches(run), 1, 1.0)
-    assert "gradients" in calls, "no sum of gradients starts during backward"
-    assert "wait" not in calls, "backward stands still: it waits for a sum of gradients before `Zero.finish`"
-
-
-# --- 5, 6: ZeRO -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_trains_the_same_model(workers, monkeypatch, stage):
-    """In testing/adversary.py's mode a result is wrong until `wait`."""
-    monkeypatch.setattr(workers, "adversary", True)
-    check_training(workers, tiny_config(2, zero=stage))
+# --- 4, 5, 6: data parallelism, ZeRO ----------------------------------------------------------------------------------
 
 
 def gradients_in_a_step(config):
     """Return the most buckets with a whole gradient {in a backward, after it}, and the most unfinished sums in one."""
-    run, most, product = built(config), Counter(), tensor.add_product
+    run, product = built(config), tensor.add_product
+    most = {"in a backward": 0, "between two micro-batches": 0, "unfinished": 0}
 
     def count(when):
-        whole = sum(bucket.grad.whole.untyped_storage().size() > 0 for bucket in run.zero.buckets.values())
+        whole = sum(bucket.grad.whole.untyped_storage().size() > 0 for bucket in run.zero.in_order)
         most[when] = max(most[when], whole)
 
     def watching(*arguments):
@@ -235,9 +187,10 @@ def test_stage_2_keeps_few_whole_gradients(workers):
             assert most[when] <= allowed, whole
 
 
-def test_gradients_are_summed_during_backward(workers):
-    for most in workers.run(2, gradients_in_a_step, tiny_config(2, zero=2, num_layers=4)):
-        assert most["unfinished"], "each sum has ended before the next block computes: nothing overlaps"
+@pytest.mark.parametrize("zero", [0, 2])
+def test_gradients_are_summed_during_backward(workers, zero):
+    for most in workers.run(2, gradients_in_a_step, tiny_config(2, zero=zero, num_layers=4)):
+        assert most["unfinished"], "backward waits for each sum before the next block computes: nothing overlaps"
 
 
 def test_stage_3_frees_a_bucket_that_does_not_compute(workers):
@@ -245,11 +198,6 @@ def test_stage_3_frees_a_bucket_that_does_not_compute(workers):
         more = sorted(whole - {"block1", "block2", "word"})
         assert not more, f"{more} are whole while block1 computes; only block1, the next one and the table should be"
         assert not left, f"{sorted(left)} are whole after the step; none should be"
-
-
-def test_the_next_bucket_is_gathered_while_this_one_computes(workers):
-    for _, unfinished in workers.run(2, waiting_in_block, tiny_config(2, zero=3, num_layers=4)):
-        assert unfinished == ["block2"], f"while block1 computes, {unfinished} are being gathered; should be block2"
 
 
 # --- 7: LAMB ----------------------------------------------------------------------------------------------------------
@@ -260,7 +208,7 @@ WHOLE, DIRECTION = 8.0, 2.0  # norms of a whole tensor and of its direction
 def test_lambs_direction_is_adamws_with_decay():
     w, g, moments = buffers()
     optimizer.lamb(w, g, moments, **CONSTANTS)
-    wrong = {"still the gradient: `gradient` must be overwritten": drawn(6, seed=1), "made without decay": adam()[2]}
+    wrong = {"still the gradient: `gradient` must be overwritten": buffers()[1], "made without decay": adam()[2]}
     same_tensor("LAMB's direction", g, adam()[2] + DECAY * drawn(6), wrong)
     same_tensor("the weight after LAMB's first half, which must not change it,", w, drawn(6))
 
@@ -277,14 +225,14 @@ def test_lambs_trust_ratio_is_the_formulas(layerwise, norm, right):
         optimizer.apply_lamb(w.clone(), 0 * direction, [], WHOLE, 0.0, lr=LR, decay=DECAY, layerwise=True)
     optimizer.apply_lamb(w, direction, [], norm, DIRECTION, lr=LR, decay=DECAY, layerwise=layerwise)
     before, direction, _ = buffers()
-    found, part = ratio(before - w, LR * direction), (before.norm() / direction.norm()).item()
-    names = {4.0: "|w| / |direction|", 1.0: "the rate is lr", 0.0: "no update", part: "with norms of this rank's part"}
-    name = next((text for value, text in names.items() if found == pytest.approx(value)), "unknown")
-    assert found == pytest.approx(right), f"the trust ratio is {found} ({name}) instead of {right} ({names[right]})"
-
-
-def test_lamb_with_shards_trains_the_same_model(workers):
-    check_training(workers, tiny_config(2, optimizer="lamb", zero=1))
+    ratios = {
+        "|w| / |direction|": WHOLE / DIRECTION,
+        "1 (the rate is lr)": 1.0,
+        "0 (no update)": 0.0,
+        "the norms of this rank's part": before.norm() / direction.norm(),
+    }
+    wrong = {f"that with the trust ratio {name}": before - LR * ratio * direction for name, ratio in ratios.items()}
+    same_tensor(f"the weight with the trust ratio {right:g}", w, before - LR * right * direction, wrong)
 
 
 # --- 8, 10: schedules ----------------------------------------------------------------------------------------------
@@ -293,122 +241,105 @@ SIZES = [(4, 8), *((p, m) for p in (3, 2, 6, 1) for m in (7, 4, 12, 2, 1)), (4, 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
+def timelines(name):
+    """Yield (a text, {letter: value} of a formula, the Timeline) for each size. An error names p and m, too."""
+    for p, m in SIZES:
+        where = f"{name}, p = {p} stages, m = {m} micro-batches"
+        try:
+            schedule = simulation.build(name, p, m)
+        except Exception as error:
+            pytest.fail(f"{where}: {type(error).__name__}: {error}", pytrace=False)
+        yield where, dict(p=p, m=m, **COST), bubbles.simulate(schedule, COST)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_schedule_can_run_in_every_size(name):
-    for p, m in SIZES:
-        made(name, p, m)
-
-
-def made(name, p, m):
-    """Return the schedule. An error names p and m, too."""
-    try:
-        return simulation.build(name, p, m)
-    except Exception as error:
-        text = f"p = {p} stages, m = {m} micro-batches: {type(error).__name__}: {error}"
-    pytest.fail(text, pytrace=False)
+    assert len([*timelines(name)]) == len(SIZES)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_bubble_is_the_formulas(name):
-    for p, m in SIZES:
-        formula, letters = bubbles.FORMULAS[name], dict(p=p, m=m, **COST)
-        if bubbles.by_formula(formula.where, **letters):
-            bubble = bubbles.simulate(made(name, p, m), COST).bubble
-            least = bubbles.by_formula(formula.bubble, **letters)
-            where = f"{name}, p = {p}, m = {m}"
-            assert bubble <= least + 1e-9, (
-                f"{where}: the bubble is {bubble:.4f}; should be {formula.bubble} = {least:.4f}"
-            )
+    formula = bubbles.FORMULAS[name]
+    for where, sizes, line in timelines(name):
+        if bubbles.by_formula(formula.where, **sizes):
+            least = bubbles.by_formula(formula.bubble, **sizes)
+            said = f"{where}: the bubble is {line.bubble:.4f}; should be {formula.bubble} = {least:.4f}"
+            assert line.bubble <= least + 1e-9, said
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_peak_is_the_formulas(name):
-    for p, m in SIZES:
-        peaks, formula = bubbles.simulate(made(name, p, m), COST).peak, bubbles.FORMULAS[name].peak
-        for r, peak in enumerate(peaks):
-            most = bubbles.by_formula(formula, p=p, m=m, r=r)
-            where = f"{name}, p = {p}, m = {m}: {peak} are in flight on rank {r}"
-            assert peak <= most, f"{where}; should be at most {formula} = {most}"
+    formula = bubbles.FORMULAS[name].peak
+    for where, sizes, line in timelines(name):
+        for r, peak in enumerate(line.peak):
+            most = bubbles.by_formula(formula, r=r, **sizes)
+            assert peak <= most, f"{where}: {peak} are in flight on rank {r}; should be at most {formula} = {most}"
 
 
 # --- 11: tensor parallelism -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence_parallel, factor", [(False, 8), (True, 10)])
-def test_a_block_sends_8_bsh(workers, sequence_parallel, factor):
-    c = tiny_config(1, 2, sequence_parallel=sequence_parallel)
-    unit = c.num_layers * 3 * c.micro_batch_size * c.seq_length * c.hidden_size / 2 * 8  # m = 3, (t-1)/t, float64
-    for measured, _ in (of_rank.sent for of_rank in workers.run(2, record, c)):
-        sent = sum(count for (_, what, _), (_, count) in measured.items() if what == "activations")
-        assert sent == factor * unit, (
-            f"a block sends {float(sent) / unit:g} bsh (t-1)/t; should be {factor} bsh (t-1)/t"
-        )
-
-
-def test_tp_ranks_keep_the_bytes_of_the_formulas(workers):
-    check_bytes(workers.run(2, record, tiny_config(1, 2)))
+def test_a_linear_keeps_its_input_alone():
     x, w, saved = drawn(8, 6).requires_grad_(), torch.nn.Parameter(drawn(4, 6)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda kept: saved.append(kept) or kept, lambda kept: kept):
-        Linear.apply(x, w, None, "copy", None, Mesh().tp, reference)
+        Linear.apply(x, w, None, "copy", None, Mesh().tp)
     kept = sum(tensor.nbytes for tensor in saved)
     assert kept == x.nbytes, f"a linear keeps {kept} bytes; should be those of its input x alone, {x.nbytes}"
 
 
 # --- 12: the mesh -----------------------------------------------------------------------------------------------------
 
-AXES = {  # axis: (its groups, why)
-    "tp": ([(0, 1), (2, 3), (4, 5), (6, 7)], "tp sends most, so its ranks are neighbours, inside a node"),
-    "pp": ([(0, 2), (1, 3), (4, 6), (5, 7)], "pp comes after tp: its ranks are inside a rack"),
-    "data": ([(0, 4), (1, 5), (2, 6), (3, 7)], "data sends least often, so its ranks are farthest from one another"),
-    "world": ([tuple(range(8))], "the world has all ranks"),
+MESHES = {  # of 8 ranks: (arguments of Mesh, how far apart two ranks with neighbouring dp ranks are)
+    "": (dict(tp=2, pp=2), 4),
+    "cp": (dict(tp=2, cp=2), 4),
+    "order": (dict(tp=2, pp=2, order="pp-dp-tp"), 2),
 }
-CONTEXT_AXES = {  # with tp=2, cp=2: the cp ranks are data ranks, too
-    "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
-    "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
-    "data": [(0, 2, 4, 6), (1, 3, 5, 7)],
+NEXT, AFTER, LAST = [(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (1, 3), (4, 6), (5, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]
+GROUPS = {  # (of MESHES, axis): (its groups, why)
+    ("", "tp"): (NEXT, "tp sends most, so its ranks are neighbours, inside a node"),
+    ("", "pp"): (AFTER, "pp comes after tp: its ranks are inside a rack"),
+    ("", "data"): (LAST, "data sends least often, so its ranks are farthest from one another"),
+    ("", "world"): ([tuple(range(8))], "the world has all ranks"),
+    ("cp", "tp"): (NEXT, "tp ranks are neighbours"),
+    ("cp", "cp"): (AFTER, "cp comes after tp"),
+    ("cp", "data"): ([(0, 2, 4, 6), (1, 3, 5, 7)], "cp ranks are data ranks, too"),
+    ("order", "pp"): (LAST, "pp is outermost"),
+    ("order", "data"): (AFTER, "dp lies inside pp"),
 }
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_each_axis_has_its_groups(axis):
-    groups, why = AXES[axis]
-    found = sorted({getattr(mesh, axis).ranks for mesh in meshes()})
-    assert found == groups, f"{why}. On 8 ranks with tp=2, pp=2, the groups of {axis} are {found}, not {groups}"
+def meshes(name):
+    """Return the Mesh of each rank, in torch's fake process group: no process starts."""
+    found = []
+    for rank in range(8):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+        try:
+            found.append(Mesh(**MESHES[name][0]))
+        finally:
+            dist.destroy_process_group()
+    return found
 
 
-def test_each_rank_is_in_its_groups_at_its_index():
-    for rank, mesh in enumerate(meshes()):
-        for axis in (mesh.world, mesh.data, mesh.pp, mesh.tp, mesh.pp_to_lower):
+@pytest.mark.parametrize("name, axis", GROUPS)
+def test_an_axis_has_its_groups(name, axis):
+    groups, why = GROUPS[name, axis]
+    found = sorted({getattr(mesh, axis).ranks for mesh in meshes(name)})
+    assert found == groups, f"{why}. On 8 ranks with {MESHES[name][0]}, the groups of {axis} are {found}, not {groups}"
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_each_rank_knows_its_place(name):
+    """In each of its groups, and which samples it reads: all ranks with one dp rank read the same."""
+    for rank, mesh in enumerate(meshes(name)):
+        for axis in (mesh.world, mesh.data, mesh.pp, mesh.cp, mesh.tp, mesh.pp_to_lower):
             text = f"rank {rank}: its index on {axis.name} is {axis.rank}, and the ranks there are {axis.ranks}"
             assert mesh.rank == rank == axis.ranks[axis.rank], text
-
-
-@pytest.mark.parametrize("axis", CONTEXT_AXES)
-def test_groups_with_context_parallelism(axis):
-    groups, found = CONTEXT_AXES[axis], meshes(tp=2, pp=1, cp=2)
-    sets = sorted({getattr(mesh, axis).ranks for mesh in found})
-    assert sets == groups, f"on 8 ranks with tp=2, cp=2, the groups of {axis} are {sets}, not {groups}"
-    for rank, mesh in enumerate(found):
-        reader = (rank // 4, 2)  # ranks 0 to 3 read the same samples
-        assert mesh.reader == reader, f"rank {rank} reads {mesh.reader}, not {reader}"
-        index = getattr(mesh, axis).rank
-        assert getattr(mesh, axis).ranks[index] == rank, f"rank {rank}: its index on {axis} is {index}"
-
-
-def test_groups_with_pp_outermost():
-    """Megatron-LM's order. All ranks with one dp rank read the same samples."""
-    for rank, mesh in enumerate(meshes(order="pp-dp-tp")):
-        dp, pp, tp = rank // 2 % 2, rank // 4, rank % 2
-        data, even = 4 * pp + tp, rank - tp
-        axes = {"data": (data, data + 2), "pp": (rank % 4, rank % 4 + 4), "tp": (even, even + 1)}
-        for axis, ranks in (axes | {"world": tuple(range(8))}).items():
-            text = f"with order=pp-dp-tp, tp=2, pp=2, the group {axis} of rank {rank} is {ranks}"
-            assert getattr(mesh, axis).ranks == ranks and ranks[getattr(mesh, axis).rank] == rank, text
-        assert mesh.reader == (dp, 2), f"with order=pp-dp-tp, rank {rank} reads {mesh.reader}, not {(dp, 2)}"
+        reader = rank // MESHES[name][1] % 2, 2
+        assert mesh.reader == reader, f"with {MESHES[name][0]}, rank {rank} reads {mesh.reader}, not {reader}"
 
 
 def test_messages_to_lower_ranks_have_a_group_of_their_own():
-    for mesh in meshes():
+    for mesh in meshes(""):
         assert mesh.pp_to_lower.ranks == mesh.pp.ranks and mesh.pp_to_lower.group is not mesh.pp.group, (
             "`pp_to_lower` needs the ranks of pp and a second group (`second`)"
         )
@@ -416,22 +347,10 @@ def test_messages_to_lower_ranks_have_a_group_of_their_own():
 
 # --- 13: a mistake that only tensor parallelism sees ------------------------------------------------------------------
 
-WITHOUT_TP = {
-    "zero": dict(zero=3),
-    "pp": dict(pp=2),
-    "ulysses": dict(cp=2),
-}
-
 
 def test_one_process_sees_no_mistake():
     found = wrong_gradients(stirred(tiny_config(1)))
     assert not found, found
-
-
-@pytest.mark.parametrize("name", WITHOUT_TP)
-def test_a_layout_without_tp_sees_no_mistake(workers, name):
-    fields = WITHOUT_TP[name]
-    check_training(workers, tiny_config(2 if "zero" in fields else 1, **fields))
 
 
 needs_mistake = pytest.mark.skipif(

@@ -167,6 +167,7 @@ def run_tests(folder, tests, *options, limit=None):
     A test that gives no answer in `limit` seconds (`run`), or ends the process, has this as its message, and the tests
     after it run in a new process. The message has no line of the test's source, which may contain a defect's words.
     """
+    need_pytest()
     results, todo, report = {}, [*tests], Path(folder, REPORT.name)
     environment = {"OMP_NUM_THREADS": "1"} | ({"PATIENCE": str(limit / 3)} if limit else {})
     if sys.platform == "linux":  # torch has no threads here, so pytest itself can be forked: one import less
