@@ -2,7 +2,7 @@
 
     python exercise.py hunt --seed=7 --level=2          plant it into mine/hunt, and name a layout that shows it
 
-    python exercise.py hunt --hint                      the file, then the function, then the defect; each costs points
+    python exercise.py hunt --hint                      the file of the defect
     python exercise.py hunt --done "dp=2 is right, so ..."   say which experiment excluded what, and be judged;
                                                         exit code 1: not yet
 
@@ -12,14 +12,13 @@ Train the layout in the project and in mine/hunt, then other layouts and one pro
 Losses, norms, bytes beside their formulas, and copies are the instruments.
 mine/hunt has a history of its own, so `git diff` shows your edits, not the defect. At level 1 a test names the cause.
 At levels 2 and 3 the copy has no tests. To compare the files of the copy with the project's is no hunt. Every edit that
-makes the tests right is accepted. It gives 10 points for each level; a hint costs 2 for each level, each further try 1.
+makes the tests right is accepted. mine/hunt.json records your edits, your sentence, minutes, hints and tries. When the
+tests are right, it becomes mine/hunt-LEVEL-SEED.json.
 
 hunts.txt says which defects of testing/defects.txt are hunted, in which layouts, and what they showed on one machine.
 """
 
-import ast
 import json
-import os
 import random
 import re
 import shutil
@@ -29,16 +28,15 @@ import time
 from errors import UserError, reading, regular
 from options import Parser
 from testing.defects import DEFECTS, planted
-from testing.judging import ROOT, committed, copied, git, need_pytest, run_tests
+from testing.judging import ROOT, committed, copied, git, run_tests
 
 MINE, DATA = ROOT / "mine", ROOT / "data/stdlib_bytes"
 SPOILERS, TESTS = "exercise.py exercises testing/*defects*", " testing conftest.py *test_*.py"
 TRAIN = "torchrun --nproc_per_node={} train.py configs/short_run.py --dtype=fp64 --check_replicas=1 --comm_timeout=20"
-KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the teacher
-COLUMNS = ["right", "minutes", "hints", "points"]
+COLUMNS = ["right", "minutes", "hints", "tries"]
 TEST = re.compile(r"testing/|conftest|(.*/)?test_")
 TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Edit the files in mine/hunt, and say why with --done.
-mine/hunt に不具合が1つあります。2つのフォルダで学習して比べ、直し、--done で理由を書きます。--hint は減点です。
+mine/hunt に不具合が1つあります。2つのフォルダで学習して比べ、直し、--done で理由を書きます (--hint: ファイル名)。
 the project:  {command}
 the copy:     (cd mine/hunt && {command})"""
 
@@ -68,10 +66,12 @@ def training(processes, fields):
 
 
 def begin(seed, level):
-    """Make mine/hunt, without what tells the defect's place. Return the hunt's state and the text to show."""
+    """Make mine/hunt, without what tells the defect's place. Return the text to show."""
     copy, (defect, processes, fields) = MINE / "hunt", hunted(level, seed)
     if copy.exists():
         raise UserError("mine/hunt: a hunt is open; end it with --done, or remove the folder")
+    if (over := kept(level, seed)).exists():
+        raise UserError(f"{over}: this hunt is over; take another --seed")
     if not DATA.exists():
         raise UserError("data/stdlib_bytes: hunts train on it; make it with: python prepare.py --tokenizer=bytes")
     with copied(defective(defect)) as folder:
@@ -83,16 +83,16 @@ def begin(seed, level):
         git(*words.split(), folder=copy)
     told = TOLD.format(seed=seed, level=level, command=training(processes, [*fields, "--out_dir=out/$RANDOM"]))
     test = f"\na red test:   (cd mine/hunt && pytest -m '' '{defect.test}')" if level == 1 else ""
-    return dict(level=level, seed=seed, began=time.time(), hints=0, tries=0), told + test
+    write(dict(level=level, seed=seed, began=time.time(), hints=0, tries=0))
+    return told + test
 
 
-def hints(defect):
-    """Return the hints, the weakest first."""
-    text = committed(defect.file)
-    line = text[: text.index(defect.edits[-1][0])].count("\n") + 1
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    names = [node.name for node in nodes if node.lineno <= line <= node.end_lineno]
-    return [f"file: {defect.file}", f"function: {'.'.join(names) or 'none'}", f"the defect: {defect.words}"]
+def kept(level, seed):
+    return MINE / f"hunt-{level}-{seed}.json"
+
+
+def write(record):
+    (MINE / "hunt.json").write_text(json.dumps(record, ensure_ascii=False), "utf-8")
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
@@ -104,44 +104,42 @@ def tests_of(defect, files):
 
 
 def judge(record, limit=120):
-    """Judge a record's files {name: text} in a copy of the last commit. Return (the grade, messages of red tests)."""
+    """Judge a record's files {name: text} in a copy of the last commit. Return the messages of red tests."""
     (defect, _, _), program = hunted(record["level"], record["seed"]), git("ls-files", "*.py").decode().split()
     files = {name: record["files"][name] for name in {*program} & {*record["files"]} if not TEST.match(name)}
     tests = tests_of(defect, files)
     print(f"running: {len(tests)} tests ...", file=sys.stderr, flush=True)
     with copied(defective(defect) | files) as folder:
-        red = [message for _, message in run_tests(folder, tests, limit=limit) if message is not None]
-    points = 0 if red else max(1, record["level"] * (10 - 2 * record["hints"]) - record["tries"] + 1)
-    return {key: record[key] for key in KEPT} | {"right": not red, "points": points}, red
+        return [message for _, message in run_tests(folder, tests, limit=limit) if message is not None]
 
 
-def done(state, sentence):
-    """Judge mine/hunt, and keep the record in mine/hunt-LEVEL-SEED.json. Return (text to show, whether it is right)."""
-    copy, (defect, _, _) = MINE / "hunt", hunted(state["level"], state["seed"])
+def done(record, sentence):
+    """Judge mine/hunt, and keep the record. Return (text to show, whether it is right)."""
+    copy, (defect, _, _) = MINE / "hunt", hunted(record["level"], record["seed"])
     names = git("diff", "--name-only", "hunt", folder=copy).decode().split()
-    state |= {"files": {name: (copy / name).read_text("utf-8") for name in names}, "sentence": sentence}
-    state |= {"minutes": round((time.time() - state["began"]) / 60, 1), "tries": state["tries"] + 1}
-    (grade, red), kept = judge(state), MINE / f"hunt-{state['level']}-{state['seed']}.json"
-    if not (kept.exists() and json.loads(kept.read_text("utf-8"))["right"]):  # the first right mend counts
-        kept.write_text(json.dumps(state | {"right": grade["right"]}, ensure_ascii=False), "utf-8")
-    said = "{points} points, {minutes} minutes, hints: {hints}, tries: {tries}".format(**grade)
-    if red:
-        tells = state["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
+    record |= {"files": {name: (copy / name).read_text("utf-8") for name in names}, "sentence": sentence}
+    record |= {"minutes": round((time.time() - record["began"]) / 60), "tries": record["tries"] + 1}
+    write(record)
+    said = "{minutes} minutes, hints: {hints}, tries: {tries}".format(**record)
+    if red := judge(record):
+        tells = record["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
         return f"not yet まだです: {said}; red tests 失敗したテスト: {len(red)}\n{red[0] if tells else ''}", False
-    shutil.rmtree(kept.with_suffix(""), ignore_errors=True)  # of the same hunt, played before
-    moved = os.path.relpath(shutil.move(copy, kept.with_suffix("")), MINE.parent)
+    over = kept(record["level"], record["seed"])
+    (MINE / "hunt.json").rename(over)
+    copy.rename(over.with_suffix(""))
     edits = [f"planted:\n{old}\n--->\n{new or 'nothing'}" for old, new in defect.edits]
-    lines = [f"right 正解: {said}", *edits, defect.words, f"mine/hunt was moved to 移動先: {moved}"]
+    lines = [f"right 正解: {said}", *edits, defect.words, f"mine/hunt was moved to 移動先: mine/{over.stem}"]
     return "\n".join(lines), True
 
 
 def graded(mine, limit):
     """Judge the hunts in a folder mine/. Return a row for `grade`."""
-    records = [json.loads(regular(file).read_text("utf-8")) for file in sorted(mine.glob("hunt-*.json"))]
-    found = [judge(record, limit)[0] for record in records]
-    row = {name: round(sum(each[name] for each in found), 1) for name in COLUMNS}
-    note = "; ".join(str(each["sentence"]) for each in found) or "todo"
-    return row | {"right": f"{row['right']} of {len(found)}", "note": note}
+    records = [json.loads(regular(file).read_text("utf-8")) for file in sorted(mine.glob("hunt*.json"))]
+    records = [record for record in records if record["tries"]]
+    right = sum(not judge(record, limit) for record in records)
+    row = {name: sum(record[name] for record in records) for name in COLUMNS[1:]}
+    note = "; ".join(str(record["sentence"]) for record in records) or "todo"
+    return row | {"right": f"{right} of {len(records)}", "note": note}
 
 
 def main(words):
@@ -150,23 +148,16 @@ def main(words):
     parser.add_argument("--seed", type=int, default=random.randrange(1000), help="begin this hunt")
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
     parser.add_argument("--done", metavar="SENTENCE", help="judge mine/hunt; say which experiment excluded what")
-    parser.add_argument("--hint", action="store_true", help="costs points")
+    parser.add_argument("--hint", action="store_true", help="tell the file of the defect")
     options = parser.parse_args(words)
-    need_pytest()
-    file, right = MINE / "hunt.json", True
     if not (options.hint or options.done):
-        state, text = begin(options.seed, options.level)
-    elif (MINE / "hunt").exists():
-        state = json.loads(file.read_text("utf-8"))
-    else:
+        return print(begin(options.seed, options.level))
+    if not (MINE / "hunt").exists():
         raise UserError("mine/hunt: no hunt is open; python exercise.py hunt --seed=7 begins one")
-    defect, _, _ = hunted(state["level"], state["seed"])
+    record = json.loads((MINE / "hunt.json").read_text("utf-8"))
     if options.hint:
-        state["hints"] = min(state["hints"] + 1, len(hints(defect)))
-        text = "\n".join(hints(defect)[: state["hints"]])
-    elif options.done:
-        text, right = done(state, options.done)
-    file.write_text(json.dumps(state), "utf-8")
+        write(record | {"hints": 1})
+        return print(f"file: {hunted(record['level'], record['seed'])[0].file}")
+    text, right = done(record, options.done)
     print(text)
-    if not right:
-        sys.exit(1)
+    sys.exit(not right)

@@ -54,10 +54,10 @@ def test_a_hunt_shows_a_symptom(row):
     assert len(right) > 6 and found != right
 
 
-def test_every_hunt_has_a_layout_that_runs_and_hints():
+def test_every_hunt_has_a_layout_that_runs_and_a_sentence():
     for defect, processes, fields in (row.values[0] for row in ROWS):
         configuration.check(configuration.load(["configs/short_run.py", *fields]), processes)
-        assert len(hunt.hints(defect)) == 3 and defect.words[0].isupper() and defect.words[-1] == "."
+        assert defect.words[0].isupper() and defect.words[-1] == "."
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -80,26 +80,31 @@ def test_a_mend_may_break_nothing_else():
     assert tests[0] == defect.test and len(tests) == len({*tests}) > 10
 
 
+def ended(sentence):
+    """Judge the open hunt. Return the exit code."""
+    with pytest.raises(SystemExit) as end:
+        hunt.main(["--done", sentence])
+    return end.value.code
+
+
 @pytest.mark.slow
 def test_a_mend_is_accepted_and_a_class_is_graded(capsys):
     hunt.main(["--seed=22"])
     defect, _, _ = hunt.hunted(1, 22)
     hunt.main(["--hint"])
-    with pytest.raises(SystemExit) as ended:
-        hunt.main(["--done", "nothing"])
-    assert ended.value.code == 1
+    assert ended("nothing") == 1
     words = next(d.words for d in hunt.DEFECTS if d.name == defect.name)
-    assert defect.file in (said := capsys.readouterr().out) and words in said and "not yet" in said
+    assert f"file: {defect.file}" in (said := capsys.readouterr().out) and words in said and "not yet" in said
     (hunt.MINE / "hunt" / defect.file).write_text(committed(defect.file), "utf-8")
-    hunt.main(["--done", "one process\nis right\x1b[2J"])
-    assert defect.words in (said := capsys.readouterr().out) and "7 points" in said and "mine/hunt-1-22" in said
-    hunt.main(["--seed=22"])
-    with pytest.raises(SystemExit):
-        hunt.main(["--done", "again, for a friend"])
+    assert ended("one process\nis right\x1b[2J") == 0
+    assert defect.words in (said := capsys.readouterr().out) and "tries: 2" in said and "mine/hunt-1-22" in said
+    with pytest.raises(UserError, match="this hunt is over"):
+        hunt.main(["--seed=22"])
+    hunt.main(["--seed=23"])  # open, without an answer
     capsys.readouterr()
     exercise.main(["grade", "hunt", str(hunt.MINE.parent)])
     row = re.split("  +", capsys.readouterr().out.splitlines()[1])
-    assert row[1] == "1 of 1" and row[3:] == ["1", "7", r"one process is right\x1b[2J"]
-    kept = hunt.MINE / "hunt-1-22.json"
-    kept.write_text(json.dumps(json.loads(kept.read_text("utf-8")) | {"files": {}}), encoding="utf-8")
-    assert hunt.graded(hunt.MINE, limit=100)["points"] == 0
+    assert row[1] == "1 of 1" and row[3:] == ["1", "2", r"one process is right\x1b[2J"]
+    file = hunt.MINE / "hunt-1-22.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"files": {}}), encoding="utf-8")
+    assert hunt.graded(hunt.MINE, limit=100)["right"] == "0 of 1"
