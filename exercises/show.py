@@ -2,7 +2,7 @@
 
 python -m exercises.show flops      exercise 1: GPT-3's FLOPs
 python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
-python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
+python -m exercises.show norms      exercise 7: the norms of each layer and of LAMB's update of it
 python -m exercises.show schemes    the slide's table: cut (分散) or whole (冗長) on 2 ranks; FLOPs; what is sent
 python -m exercises.show batch      FLOP/s of a training step against the local batch
 python -m exercises.show chain      the slide's chain rule (微分の連鎖則), factor by factor, beside PyTorch's
@@ -87,22 +87,17 @@ def losses(steps=21):
     print(aligned([("step", *rules), *rows[::4]], 0))
 
 
-def ratios():
-    """Print the trust ratio of each layer in LAMB's first step, beside the ratio of your update."""
-    t, rule, found = tests(), RULES["lamb"], []
-
-    def watched(w, direction, moments, weight_norm, norm, *, lr, **more):
-        before, unit = w.clone(), lr * direction.norm().item()
-        rule.layerwise(w, direction, moments, weight_norm, norm, lr=lr, **more)
-        numbers = weight_norm, norm, weight_norm / norm, (w - before).norm().item() / unit
-        found.append([f"{number:.4f}" for number in numbers])
-
-    run = t.built(t.tiny_config(1, optimizer="lamb", num_layers=1))
-    with mock.patch.dict(RULES, lamb=rule._replace(layerwise=watched)):
-        train.train_step(run, t.tiny_batches(run))
-    names = [piece.spec.name for bucket in run.zero.in_order for piece in bucket.pieces]
-    rows = [(name, *numbers) for name, numbers in zip(names, found, strict=True)]
-    print(aligned([("layer", "|w|", "|direction|", "|w| / |direction|", "yours"), *rows], 1))
+def norms():
+    """Print the norm of each layer and of LAMB's first update: |update| = lr |w| where the trust ratio acts."""
+    t = tests()
+    run = t.built(t.tiny_config(1, optimizer="lamb", num_layers=1, lr_warmup_iters=0, lr_decay_style="constant"))
+    before = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
+    train.train_step(run, t.tiny_batches(run))
+    rows = [("layer", "|w|", "|update| / lr")]
+    for p in run.model.parameters():
+        w = before[p.spec.name]
+        rows.append((p.spec.name, f"{w.norm():.4f}", f"{(p - w).norm() / run.config.lr:.4f}"))
+    print(aligned(rows, 1))
 
 
 def schemes():
@@ -198,7 +193,7 @@ def law():
 
 
 def main():
-    shown = {f.__name__: f for f in (flops, losses, ratios, schemes, batch, chain, law)}
+    shown = {f.__name__: f for f in (flops, losses, norms, schemes, batch, chain, law)}
     if sys.argv[1:2] not in ([name] for name in shown):
         raise UserError(f"python -m exercises.show: should be followed by one of {', '.join(shown)}")
     shown[sys.argv[1]]()
