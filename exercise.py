@@ -127,18 +127,16 @@ def judge(number, text, limit=LIMIT, commands=()):
 
 
 def lamps(number, results):
-    """Return [(lamp, None or the message of a failure)]. results: of `run_tests`."""
+    """Return [(lamp, None or the message of a failure)]. results: of `run_tests`.
+
+    A frequent mistake (`mistake` in the exercise's file) has a sentence instead.
+    """
     e, found = exercise(number), []
     for lamp in e["lamp"]:
         red = [message for test, message in results if message is not None and contains(lamp["test"], test)]
-        found.append((lamp, explained(e, red[0]) if red else None))
+        says = ["\n".join(each["says"]) for each in e.get("mistake", []) if re.search(each["found"], "".join(red[:1]))]
+        found.append((lamp, next(iter(says + red), None)))
     return found
-
-
-def explained(e, message):
-    """Return the sentence of a frequent mistake (`mistake` in the exercise's file), or else the message itself."""
-    said = (mistake["says"] for mistake in e.get("mistake", []) if re.search(mistake["found"], message))
-    return "\n".join(next(said, [message]))
 
 
 def parts_of(text, functions):
@@ -244,9 +242,8 @@ def graded(number, mine, limit):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def mark(good, bonus=False):
-    word, color = ("green", 32) if good else ("bonus", 33) if bonus else ("red", 31)
-    return f"\033[{color}m{word:<5}\033[0m" if sys.stdout.isatty() else f"{word:<5}"
+def mark(good, bad="red"):
+    return f"{'green' if good else bad:<5}"
 
 
 def title(number):
@@ -287,7 +284,8 @@ def judge_mine(number, mine, limit):
     if not answers:
         print(f"mine/{number}.txt: answer all questions to see the right numbers すべて答えると正解が出ます")
     for lamp, message in judged:
-        print(mark(message is None, not lamp["points"]), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
+        bad = "red" if lamp["points"] else "bonus"
+        print(mark(message is None, bad), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
         lines = [line for line in (message or "").splitlines() if line.strip(" ^~") and "-v to get" not in line]
         lines = lines[-6:] if "Traceback" in (message or "") else lines[:LINES]
         print("".join(f"       | {shown(line)}\n" for line in lines), end="")

@@ -18,9 +18,7 @@ import importlib.util
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -53,21 +51,17 @@ def measure(*words):
         sanitizer.install()
         print(f"no GPU: a check in Triton's interpreter, without times; {SMALL}")
     print(LINE.format("", "", "error/allowed", "GB/s", "microseconds"), flush=True)
-    right = compete({name: partial(check, name, cases[name], ROUNDS if gpu else 0) for name in names}, 1)
+    right = compete({name: partial(check, name, *cases[name], ROUNDS if gpu else 0) for name in names}, 1)
     if any(right.get(name) != [True] for name in names):
         sys.exit(1)
 
 
-class Operation(NamedTuple):
-    """One operation. call(module, *inputs): calls a function of kernels.py or reference.py."""
-
-    call: Callable
-    inputs: list
-    passes: tuple  # as in CASES; a single number: it has no backward
-
-
 def operations(device, n, h, s, v):
-    """Return {name: Operation}, the most important first."""
+    """Return {name: (call, inputs, passes)}, the most important first.
+
+    call(module, *inputs) calls a function of kernels.py or reference.py. passes: as in CASES; a single number: it has
+    no backward.
+    """
     new = partial(random, dtype=torch.bfloat16, device=device)
     sizes = {"x": (n, h), "w": (n, 2 * h), "v": (h,)}
     rows, ids = min(n, ROWS), word_ids((n,), v).to(device)  # rows: whose logits exist at a time
@@ -90,28 +84,26 @@ def operations(device, n, h, s, v):
 
     table, parts = random(v, h, device=device), [new(n, h, seed=i) for i in range(3)]
     found = {
-        "cross_entropy_": Operation(cross_entropy, [new(rows, padded(v), size=4), ids[:rows]], (2,)),
-        "adamw_": Operation(update, [*buffers(flat, device), new(flat)], (7.5,)),
-        "add_rows_": Operation(add_rows, [parts[0], ids, table], (1,)),  # and rows of the table
-        "join": Operation(lambda ops, *parts: ops.join(parts), parts, (6,)),
-        "attention": Operation(
-            lambda ops, qkv: ops.attention(*qkv.unbind(2)), [new(n // s, s, 3, h // 64, 64)], (0, 0)
-        ),
-        "rotate": Operation(lambda ops, x: ops.rotate(x, positions, 1e4), [new(n // s, s, h // 64, 64)], (2, 2)),
+        "cross_entropy_": (cross_entropy, [new(rows, padded(v), size=4), ids[:rows]], (2,)),
+        "adamw_": (update, [*buffers(flat, device), new(flat)], (7.5,)),
+        "add_rows_": (add_rows, [parts[0], ids, table], (1,)),  # and rows of the table
+        "join": (lambda ops, *parts: ops.join(parts), parts, (6,)),
+        "attention": (lambda ops, qkv: ops.attention(*qkv.unbind(2)), [new(n // s, s, 3, h // 64, 64)], (0, 0)),
+        "rotate": (lambda ops, x: ops.rotate(x, positions, 1e4), [new(n // s, s, h // 64, 64)], (2, 2)),
     }
     for name, (kinds, call, passes) in CASES.items():
         if "without" not in name:  # kernels.py leaves some of these to reference.py
             inputs = [new(*sizes[kind], seed=i) for i, kind in enumerate(kinds)]
-            found[name] = Operation(call, inputs, passes)
+            found[name] = call, inputs, passes
     return found
 
 
-def check(name, operation, rounds):
+def check(name, call, inputs, passes, rounds):
     """Print the rows of an operation. Return whether its errors are allowed. rounds=0: no times."""
     import kernels
 
-    backward, inputs = len(operation.passes) == 2, operation.inputs
-    triton, plain = partial(operation.call, kernels), partial(operation.call, reference)
+    backward = len(passes) == 2
+    triton, plain = partial(call, kernels), partial(call, reference)
     found, allowed = errors(triton, plain, inputs, backward=backward)
     shares = [error / most for error, most in zip(found, allowed, strict=True)]
     right = all(share <= 1 for share in shares)
@@ -123,11 +115,11 @@ def check(name, operation, rounds):
     torch._functorch.config.donated_buffer = False  # a compiled backward may be called again
     variants = {"Triton": triton, "reference.py": plain, "compiled": torch.compile(plain, dynamic=False)}
     leaves = [x.clone().requires_grad_(backward) for x in inputs]
-    for direction, passes in zip(("forward", "backward"), operation.passes, strict=False):
+    for direction, count in zip(("forward", "backward"), passes, strict=False):
         calls = {name: partial(f, *leaves) for name, f in variants.items()}
         if direction == "backward":
             calls = {name: backward_of(f, leaves) for name, f in calls.items()}
-        text = times(calls, passes * inputs[0].nbytes, rounds)
+        text = times(calls, count * inputs[0].nbytes, rounds)
         print(LINE.format(name, direction, judged, *text), flush=True)
     return right
 

@@ -44,9 +44,9 @@ def work(rank, rendezvous, processes, some, model, rounds, steps):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
     for title, _, fields, micro_batches, theirs in some:
-        mesh = Mesh(fields.get("tp", 1), fields.get("pp", 1))
-        sizes = dict(micro_batch_size=4, global_batch_size=4 * micro_batches * mesh.data.size)
-        c = Config(dtype="fp32", **STEADY, **sizes, **model, **fields)
+        c = Config(dtype="fp32", micro_batch_size=4, **STEADY, **model, **fields)
+        mesh = Mesh.of(c)
+        c.global_batch_size = 4 * micro_batches * mesh.data.size
         batches = batches_of(c, mesh, CPU)
         contestants = {"ours": our_start(c, mesh, CPU, batches), theirs.__name__: partial(theirs, c, mesh, batches)}
         train_beside(title, c, contestants, rounds, steps)

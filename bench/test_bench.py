@@ -94,7 +94,7 @@ def test_the_times_of_a_kernel(monkeypatch, capsys):
     monkeypatch.setattr(bench_kernels, "microseconds", microseconds)
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     operation = bench_kernels.operations(torch.device("cpu"), **bench_kernels.SMALL)["add, layer norm"]
-    assert bench_kernels.check("add, layer norm", operation, 2)
+    assert bench_kernels.check("add, layer norm", *operation, 2)
     forward, backward = capsys.readouterr().out.splitlines()
     rate = 4 * 2 * 16 * 64 / 4e3  # passes, bytes of bf16, n, h; bytes in 4 us as GB/s
     for line, direction in ((forward, "forward"), (backward, "backward")):

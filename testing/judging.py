@@ -159,8 +159,7 @@ def run_tests(folder, tests, *options, limit=None):
     for _ in range(STOPS):
         report.write_text("")
         code, _, errors = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
-        for test, text in map(json.loads, report.read_text("utf-8").splitlines()):
-            results[test] = text if text in (None, BEGUN) else message(text)
+        results |= dict(map(json.loads, report.read_text("utf-8").splitlines()))
         why = f"no answer in {limit:g} s" if code is None else f"the process ended with exit code {code}"
         begun = [test for test, text in results.items() if text == BEGUN]
         results |= dict.fromkeys(begun, why)
@@ -173,7 +172,7 @@ def run_tests(folder, tests, *options, limit=None):
         lines = re.findall(ERROR, errors.replace(f"{folder}/", ""))
         why = "\n".join(lines or [f"{why} {errors.splitlines()[-1]}"])
     why = results.pop("", why)
-    return [*results.items(), *((test, why) for test in todo)]
+    return [(test, message(text)) for test, text in [*results.items(), *((test, why) for test in todo)]]
 
 
 def contains(asked, test):
@@ -182,5 +181,5 @@ def contains(asked, test):
 
 
 def message(text):
-    """Return the message in pytest's text of a failure."""
-    return "\n".join(re.findall(ERROR, text)) or text or "failed"
+    """Return the message in pytest's text of a failure, or None."""
+    return None if text is None else "\n".join(re.findall(ERROR, text)) or text or "failed"

@@ -25,9 +25,13 @@ JAPANESE = (HERE / "README.ja.md").read_text("utf-8")
 TIME = re.compile(r"(elapsed time per iteration \(ms\): )\d+\.\d")
 
 
-def run(*command, **fields):
-    done = subprocess.run(command, capture_output=True, text=True, **fields)
-    assert done.returncode == 0, f"{shlex.join(map(str, command))}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+def run(words, folder, **fields):
+    """Run a page's command (words) in a folder, with this tree's programs. Return its output."""
+    program, *arguments = words
+    program = [sys.executable] if program == "python" else [program, "--local-addr=localhost"]
+    command = program + [str(HERE / word) if (HERE / word).is_file() else word for word in arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, **fields)
+    assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
 
@@ -71,13 +75,16 @@ def test_the_readme_counts_the_lines_of_the_files_to_read():
 
 def lines_of_code(text):
     """Return the number of lines with code: no blank lines, comments and docstrings."""
-    empty = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in empty]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
-    docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
-    return len(lines - {line for node in docstrings for line in range(node.lineno, node.end_lineno + 1)})
+    lines, begins = set(), (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    before = tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL):
+            continue
+        docstring = token.type == tokenize.STRING and before in begins
+        if token.string.strip() and not docstring:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+        before = token.type
+    return len(lines)
 
 
 def test_lines_of_code():
@@ -85,14 +92,18 @@ def test_lines_of_code():
     assert lines_of_code(text + '    return """a string\n\n    of three lines"""\n') == 5
 
 
+def processes_of(rung):
+    return re.search(r"connect\((.+?)\)", (HERE / rung).read_text("utf-8"))[1]
+
+
 def test_the_rungs_of_the_ladder():
     """All rungs of the main line, and their lines of code."""
     rows = re.findall(r"(?m)^\| [^|]+ \| `(rung\w+\.py)` \| ([^|]+) \| (\d+) \| [^|]+ \| `([\w.]+)` \|$", README)
     assert [path for path, *_ in rows] == sorted(path.name for path in (HERE / "ladder").glob("rung*.py"))[:12]
     for path, processes, said, _ in rows:
-        text = (HERE / "ladder" / path).read_text("utf-8")
-        assert re.search(r"connect\((.+?)\)", text)[1] == processes, path
-        assert lines_of_code(text) == int(said), f"{path} has {lines_of_code(text)} lines of code"
+        assert processes_of(f"ladder/{path}") == processes, path
+        found = lines_of_code((HERE / "ladder" / path).read_text("utf-8"))
+        assert found == int(said), f"{path} has {found} lines of code"
     core = [path for path in HERE.rglob("*.py") if path.parent in (HERE, HERE / "parallel")]
     assert {name for *_, name in rows} <= set().union(*map(names_in, core))
 
@@ -138,24 +149,24 @@ def test_the_map_names_existing_code_tests_and_commands(slide, command, code):
             found += 1
     assert (found >= 1 or "`ladder/" in code) and Path(path).name.startswith("test_")
     program, *arguments = in_full(command)
+    assert program in ("python", "torchrun")
     if program == "torchrun":
-        ranks = arguments.pop(0).partition("=")[2]
-        if arguments[0] == "train.py":
-            config.check(config.load(arguments[1:]), int(ranks))
-        else:  # a rung
-            assert ranks in re.findall(
-                r"\d", re.search(r"connect\((.+?)\)", (HERE / arguments[0]).read_text("utf-8"))[1]
-            )
-    elif program == "pytest":
-        assert all((HERE / file).exists() for file in arguments)
+        check_ranks(arguments)
+
+
+def check_ranks(arguments):
+    """Fail unless train.py, or a rung of the ladder, can run on so many processes. arguments: of torchrun."""
+    ranks = arguments.pop(0).partition("=")[2] if arguments[0].startswith("--nproc_per_node=") else "1"
+    if arguments[0] == "train.py":
+        config.check(config.load(arguments[1:]), int(ranks))
     else:
-        assert program == "python"
+        assert ranks in processes_of(arguments[0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for _, command, _ in ROWS if command.startswith("python ")])
 def test_a_command_of_the_map_runs(command):
-    assert run(sys.executable, *shlex.split(command)[1:], cwd=HERE)
+    assert run(shlex.split(command), HERE)
 
 
 TRAINING = re.findall(r"torchrun [^`\n]*train\.py[^`\n|#]*", GUIDE.replace("\\\n", " "))
@@ -165,9 +176,7 @@ TRAINING = re.findall(r"torchrun [^`\n]*train\.py[^`\n|#]*", GUIDE.replace("\\\n
     "command", [command for command in TRAINING if not re.search("--nnodes|train.py out/", command)]
 )
 def test_each_training_command_of_the_guide_is_accepted(command):
-    words = shlex.split(command.partition(" && ")[0])[1:]
-    ranks = int(words.pop(0).partition("=")[2]) if words[0].startswith("--nproc_per_node=") else 1
-    config.check(config.load(words[1:]), ranks)
+    check_ranks(shlex.split(command.partition(" && ")[0])[1:])
 
 
 @pytest.mark.slow
@@ -182,11 +191,8 @@ def test_the_guides_walk_with_a_llama(tmp_path):
     before.save_pretrained(tmp_path / "TinyLlama")
     walk = re.search(r"```\n(python convert.py from_hf.*?)```", GUIDE, re.DOTALL)[1].replace("--train_iters=5000", "")
     for command in walk.splitlines():
-        program, *words = shlex.split(command)
-        words = [str(HERE / word) if (HERE / word).is_file() and word.endswith(".py") else word for word in words]
-        program = [sys.executable] if program == "python" else [program, "--local-addr=localhost"]
-        words += ["--train_iters=3", "--eval_iters=0"] if "train.py" in command else []
-        run(*program, *words, cwd=tmp_path)
+        more = ["--train_iters=3", "--eval_iters=0"] if "train.py" in command else []
+        run(shlex.split(command) + more, tmp_path)
     after = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "TinyLlama-ja")
     names = {name for name, p in after.named_parameters() if p.equal(before.state_dict()[name])}
     assert type(after) is type(before) and not names, f"not trained: {names}"
@@ -252,12 +258,7 @@ def test_the_readmes_first_command_prints_the_shown_lines(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in tests_only}
     environment["OMP_WAIT_POLICY"] = "passive"  # leaves its core to other tests
     command = re.search(r"\n.* pip install -r requirements.txt && (.*)\n```", README)[1]
-    text = ""
-    for words in command.split(" && "):
-        program, file, *arguments = words.split()
-        program = sys.executable if program == "python" else program
-        arguments = [HERE / word if word.endswith(".py") else word for word in arguments]
-        text += run(program, HERE / file, *arguments, cwd=tmp_path, env=environment)
+    text = "".join(run(words.split(), tmp_path, env=environment) for words in command.split(" && "))
     ours, theirs = rows_of(tmp_path / "out/tiny/metrics.jsonl"), rows_of(HERE / "pictures/tiny.jsonl")
     for a, b in zip(ours, theirs, strict=True):
         assert a["iteration"] == b["iteration"] and abs(a["lm_loss"] - b["lm_loss"]) < 0.05 * b["lm_loss"]
@@ -280,8 +281,7 @@ def test_the_tables_of_bytes(tmp_path, page):
     text = TEXTS[page]
     command = re.search(r"```\n(torchrun --nproc_per_node=8 .*?)\n```", text.replace("\\\n", " "), re.DOTALL)
     words = shlex.split(command[1]) if command else in_full(re.search(r"(short_run [^`]+)` begins with", text)[1])
-    run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", cwd=tmp_path)
-    words = [str(HERE / word) if word.endswith(".py") else word for word in words]
-    printed = run(words[0], "--local-addr=localhost", *words[1:], cwd=tmp_path)
+    run(["python", "prepare.py", "--tokenizer=bytes"], tmp_path)
+    printed = run(words, tmp_path)
     shown = [*re.findall(r"(?s)((?:sent|kept) .{0,9}by rank 0\n.*?)\n(?:\n|```)", text)]
     assert len(shown) == (2 if command else 1) and all(table in printed for table in shown)
