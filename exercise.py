@@ -34,6 +34,7 @@ from testing.judging import ROOT, committed, contains, copied, run, run_tests
 
 MINE = ROOT / "mine"
 LIMIT = 120  # seconds that a test may need
+COLUMNS = ["points", "lamps", "predictions", "also changed"]
 NOTE = 70  # characters of a table's cell
 LINES = 16  # of a red lamp's message
 LONGEST = 10**5  # characters of an answer
@@ -208,34 +209,32 @@ def grade(columns, judged, folders):
     """Print a table that grows. judged(mine): returns a row, {column: value}. A damaged folder has only a note."""
     names = ["folder", *columns, "note"]
     widths = [max(6, *map(len, folders)), *(max(7, len(name)) for name in columns), 0]
-    print_row(names, widths)
+
+    def print_row(cells):
+        cells = [f"{shown(cell):<{width}}" for cell, width in zip(cells, widths, strict=True)]
+        print("  ".join(cells).rstrip(), flush=True)
+
+    print_row(names)
     for folder in folders:
         try:
             with reading(folder, MemoryError):
                 row = judged(Path(folder, "mine")) if Path(folder).is_dir() else {"note": "no such folder"}
         except UserError as error:
             row = {"note": error}
-        print_row([folder, *(" ".join(str(row.get(name, "")).split())[:NOTE] for name in names[1:])], widths)
-
-
-def print_row(cells, widths):
-    cells = [f"{shown(cell):<{width}}" for cell, width in zip(cells, widths, strict=True)]
-    print("  ".join(cells).rstrip(), flush=True)
+        print_row([folder, *(" ".join(str(row.get(name, "")).split())[:NOTE] for name in names[1:])])
 
 
 def graded(number, mine, limit):
-    """Return a row for `grade`. Only red lamps without bonus give a note."""
+    """Return a row for `grade`, without the bonus lamps."""
     path, good = answer_path(number, mine), [good for *_, good in compared(number, mine)]
     row = {"predictions": f"{good.count(True)} of {len(exercise(number)['predict'])}"}
-    text = text_of(path) if path.exists() else blank(number)
-    if text == blank(number):
+    if not path.exists() or (text := text_of(path)) == blank(number):
         return row | {"note": "todo"}
-    judged = judge(number, text, limit)
-    for name, is_bonus in (("lamps", False), ("bonus", True)):
-        messages = [message for lamp, message in judged if is_bonus == (not lamp["points"])]
-        row[name] = f"{messages.count(None)} of {len(messages)}"
-    row["points"] = sum(lamp["points"] for lamp, message in judged if message is None)
-    row["note"] = next((message for lamp, message in judged if message is not None and lamp["points"]), "")
+    judged = [(lamp["points"], message) for lamp, message in judge(number, text, limit) if lamp["points"]]
+    messages = [message for _, message in judged]
+    row["points"] = sum(points for points, message in judged if message is None)
+    row["lamps"] = f"{messages.count(None)} of {len(messages)}"
+    row["note"] = next(filter(None, messages), "")
     return row | {"also changed": ", ".join(also_changed(number, text))}
 
 
@@ -286,8 +285,9 @@ def judge_mine(number, mine, limit):
     for lamp, message in judged:
         bad = "red" if lamp["points"] else "bonus"
         print(mark(message is None, bad), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
-        lines = [line for line in (message or "").splitlines() if line.strip(" ^~") and "-v to get" not in line]
-        lines = lines[-6:] if "Traceback" in (message or "") else lines[:LINES]
+        reason = message or ""
+        lines = [line for line in reason.splitlines() if line.strip(" ^~") and "-v to get" not in line]
+        lines = lines[-6:] if "Traceback" in reason else lines[:LINES]
         print("".join(f"       | {shown(line)}\n" for line in lines), end="")
     return all(message is None or not lamp["points"] for lamp, message in judged)
 
@@ -332,9 +332,8 @@ def main(arguments=None):
         case ["grade", "hunt", *folders] if folders:
             grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, options.limit), folders)
         case ["grade", number, *folders] if folders:
-            bonus = ["bonus"] * any(not lamp["points"] for lamp in exercise(number)["lamp"])
-            columns = ["points", "lamps", *bonus, "predictions", "also changed"]
-            grade(columns, lambda mine: graded(number, mine, options.limit), folders)
+            exercise(number)  # an unknown number ends the command, before any folder
+            grade(COLUMNS, lambda mine: graded(number, mine, options.limit), folders)
         case [number]:
             green = judge_mine(number, MINE, options.limit)
             (MINE / f"{number}.state").write_text("green" if green else "red", "utf-8")

@@ -47,7 +47,7 @@ def train_beside(title, c, contestants, rounds, steps, gpu=""):
     step() returns read(), so that a timed step does not wait: read()[:2] are loss and gradient
     norm. gpu: its name. There, a first figure of each is printed at once. Return whether ours is timed.
     """
-    stepping = {}
+    stepping, ours = {}, next(iter(contestants))
 
     def first_steps(name):
         step = stepping[name] = contestants[name]()
@@ -62,8 +62,8 @@ def train_beside(title, c, contestants, rounds, steps, gpu=""):
     seconds = compete(turns, rounds)
     if not dist.is_initialized() or dist.get_rank() == 0:
         for name in seconds:
-            print(row(title, c, name, seconds, next(iter(contestants)), gpu), flush=True)
-    return next(iter(contestants)) in seconds
+            print(row(title, c, name, seconds, ours, gpu), flush=True)
+    return ours in seconds
 
 
 def check_same(title, dtype, numbers):

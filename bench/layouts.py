@@ -99,8 +99,11 @@ def dtensor(c, mesh, batches):
     plan = {
         "embedding.word": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
         "head.word": styles.ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
+        "block*.qkv": column,
+        "block*.fc1": column,
+        "block*.proj": row,
+        "block*.fc2": row,
     }
-    plan |= {"block*.qkv": column, "block*.fc1": column, "block*.proj": row, "block*.fc2": row}
     if c.sequence_parallel:
         plan |= {name: styles.SequenceParallel() for name in ("block*.ln1", "block*.ln2", "head.ln")}
         plan["embedding.position"] = styles.SequenceParallel(sequence_dim=0, use_local_output=True)

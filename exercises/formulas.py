@@ -1,12 +1,11 @@
 """Names for the formulas of the exercises' predictions: the tests compare each with its derivation."""
 
 from accounts import memory, scaling, traffic
-from accounts.bubbles import FORMULAS, by_formula, simulate
+from accounts.bubbles import FORMULAS, by_formula
 from exercises.show import tiny
-from parallel.simulation import build
 from testing.tiny import CHECKED
 
-__all__ = ["FORMULAS", "build", "by_formula", "scaling", "simulate"]
+__all__ = ["FORMULAS", "by_formula", "scaling"]
 
 
 def sent(ranks, axis, what=None, column=1, **fields):

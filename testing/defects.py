@@ -7,7 +7,7 @@
 A defect changes some lines of one file. Its test must fail with the defect's words.
 """
 
-import itertools
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -32,15 +32,10 @@ def listed():
     """Return the Defects of defects.txt."""
     found = []
     for part in (ROOT / "testing/defects.txt").read_text("utf-8").split("\n== ")[1:]:
-        head, *lines = part.splitlines()
+        head, _, body = f"{part}\n".partition("\n")
         name, file, test, words, *quick = head.split(" | ")
-        edits = []
-        for sign, group in itertools.groupby(lines, lambda line: line[0]):
-            text = "\n".join(line[2:] for line in group)
-            if sign == "-":
-                edits.append((text, ""))
-            else:
-                edits[-1] = (edits[-1][0], text)
+        blocks = re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", body)
+        edits = [tuple("\n".join(line[2:] for line in block.splitlines()) for block in pair) for pair in blocks]
         found.append(Defect(name, file, test, words, bool(quick), edits))
     return found
 
