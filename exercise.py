@@ -230,9 +230,9 @@ def graded(number, mine, limit):
     row = {"predictions": f"{good.count(True)} of {len(exercise(number)['predict'])}"}
     if not path.exists() or (text := text_of(path)) == blank(number):
         return row | {"note": "todo"}
-    judged = [(lamp["points"], message) for lamp, message in judge(number, text, limit) if lamp["points"]]
-    messages = [message for _, message in judged]
-    row["points"] = sum(points for points, message in judged if message is None)
+    judged = judge(number, text, limit)
+    messages = [message for lamp, message in judged if lamp["points"]]
+    row["points"] = sum(lamp["points"] for lamp, message in judged if message is None)
     row["lamps"] = f"{messages.count(None)} of {len(messages)}"
     row["note"] = next(filter(None, messages), "")
     return row | {"also changed": ", ".join(also_changed(number, text))}

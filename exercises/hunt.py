@@ -2,7 +2,7 @@
 
     python exercise.py hunt --seed=7 --level=2          plant it into mine/hunt, and name a layout that shows it
 
-    python exercise.py hunt --hint                      the file of the defect
+    python exercise.py hunt --hint                      name the file of the defect
     python exercise.py hunt --done "dp=2 is right, so ..."   say which experiment excluded what, and be judged;
                                                         exit code 1: not yet
 
@@ -71,7 +71,7 @@ def begin(seed, level):
     if copy.exists():
         raise UserError("mine/hunt: a hunt is open; end it with --done, or remove the folder")
     if (over := kept(level, seed)).exists():
-        raise UserError(f"{over}: this hunt is over; take another --seed")
+        raise UserError(f"mine/{over.name}: this hunt is over; remove it, or take another --seed")
     if not DATA.exists():
         raise UserError("data/stdlib_bytes: hunts train on it; make it with: python prepare.py --tokenizer=bytes")
     with copied(defective(defect)) as folder:
