@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from dataclasses import replace
 from fractions import Fraction
 from unittest import mock
 
@@ -12,25 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
 from accounts import ledger, memory, meta, traffic
-from config import CHOICES, Config
+from config import Config
 from model import unit_specs
 from parallel import simulation, tensor
 from parallel.layout import Layout
-from testing import dry_run
 from testing.record import check_bytes, record
 from testing.tiny import tiny_config
 
 
-@pytest.mark.parametrize("order", CHOICES["order"])
-def test_a_predicted_table_names_the_stages_first_rank(order):
+@pytest.mark.parametrize("order, first", [("dp-pp-tp", ["0", "2"]), ("pp-dp-tp", ["0", "4"])])
+def test_a_predicted_table_names_the_stages_first_rank(order, first):
     config = tiny_config(2, pp=2, tp=2, micro_batch_size=2, order=order)
     tables = traffic.predicted_tables(traffic.predict_step(config, 8))
-    said = re.findall(r"sent per step by rank (\d+), predicted", tables)
-    first = []
-    for rank in range(8):
-        with dry_run.started(replace(config, dtype="fp32"), 8, rank) as run:
-            first += [str(rank)] * (run.mesh.data.rank == run.mesh.tp.rank == 0)
-    assert said == first
+    assert re.findall(r"sent per step by rank (\d+), predicted", tables) == first
 
 
 LECTURE = {  # factors of ledger.py's table, and the fields that they belong to

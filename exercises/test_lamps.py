@@ -294,17 +294,22 @@ MESHES = {  # of 8 ranks: (arguments of Mesh, how far apart two ranks with neigh
     "cp": (dict(tp=2, cp=2), 4),
     "order": (dict(tp=2, pp=2, order="pp-dp-tp"), 2),
 }
-NEXT, AFTER, LAST = [(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (1, 3), (4, 6), (5, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def pairs(distance):
+    return [(rank, rank + distance) for rank in range(8) if not rank & distance]
+
+
 GROUPS = {  # (of MESHES, axis): its groups
-    ("", "tp"): NEXT,
-    ("", "pp"): AFTER,
-    ("", "data"): LAST,
+    ("", "tp"): pairs(1),
+    ("", "pp"): pairs(2),
+    ("", "data"): pairs(4),
     ("", "world"): [tuple(range(8))],
-    ("cp", "tp"): NEXT,
-    ("cp", "cp"): AFTER,
+    ("cp", "tp"): pairs(1),
+    ("cp", "cp"): pairs(2),
     ("cp", "data"): [(0, 2, 4, 6), (1, 3, 5, 7)],
-    ("order", "pp"): LAST,
-    ("order", "data"): AFTER,
+    ("order", "pp"): pairs(4),
+    ("order", "data"): pairs(2),
 }
 
 

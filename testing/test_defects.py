@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import exercise
 from conftest import needs_git
 from testing.defects import DEFECTS, ROOT, failure, planted
 
@@ -35,9 +36,9 @@ def test_the_lines_of_a_defect_are_in_its_file(defect):
 
 
 @pytest.mark.slow
-def test_the_test_of_each_defect_exists():
-    """The grid chooses its layouts, so a layout of defects.txt can leave it."""
-    tests = sorted({defect.test for defect in DEFECTS})
+def test_the_test_of_each_defect_and_lamp_exists():
+    """The grid chooses its layouts, so a layout of defects.txt can leave it. Lamps are those of the exercises."""
+    tests = sorted({defect.test for defect in DEFECTS} | {*exercise.tests(*exercise.numbers())})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
