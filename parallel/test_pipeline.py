@@ -25,6 +25,7 @@ from testing.tiny import (
     configured,
     few,
     go,
+    storages,
     tiny_batches,
     tiny_config,
     validation_losses,
@@ -130,6 +131,14 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
     """The word table is on four ranks, the others on two. The last two ranks run one of 3 micro-batches."""
     config = tiny_config(1, pp=4, schedule="pair", optimizer=optimizer, num_layers=2)
     check_model(workers.run(4, record, config, 3, in_pairs), one_process(workers, config, 3))
+
+
+def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
+    """Whole in block1's F: block1, block2 (its gather has started), and the tied table."""
+    config = tiny_config(2, zero=3, num_layers=4)
+    for computing, at_rest in workers.run(2, storages, config):
+        whole = f"whole in block1's F: {computing}; whole after the step: {at_rest}"
+        assert computing == ({"block1", "block2", "word"}, set()) and at_rest == (set(), set()), whole
 
 
 def started_before_waits(config):

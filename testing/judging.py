@@ -113,8 +113,9 @@ def copied(files=(), changes=False):
 def run(folder, words, limit=None, watched=None, **environment):
     """Run Python with `words` in `folder`. Return (its exit code, its output, its errors).
 
-    The code is None if the file `watched` (default: the output) did not grow for `limit` seconds. All processes are
-    killed then, and also when this process ends: at its end, however it comes, the pipe to their stdin closes.
+    The code is None if the file `watched` (default: the output) did not change for `limit` seconds, while the processes
+    used either no CPU time or more than limit / 2: a busy machine makes a test slow, not red. All are killed then, and
+    also when this process ends: at its end, however it comes, the pipe to their stdin closes.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), **environment}
     script = LIMITS * bool(limit) + ENDS_WITH_PARENT
@@ -135,13 +136,29 @@ def run(folder, words, limit=None, watched=None, **environment):
 
 
 def waited_for(process, file, limit):
-    """Return the exit code, or None if `file` did not grow for `limit` seconds."""
-    size, since = 0, time.monotonic()
-    while not limit or time.monotonic() < since + limit:
+    """Return the exit code, or None."""
+    size, since, begun, before = 0, time.monotonic(), 0.0, 0.0
+    while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(0.2)
         if size != (size := os.stat(file).st_size):
-            since = time.monotonic()
+            since, begun = time.monotonic(), cpu_seconds(process.pid)
+            before = begun
+        elif limit and time.monotonic() > since + limit:
+            used = cpu_seconds(process.pid)
+            if used < before + 0.5 or used > begun + limit / 2:
+                return None
+            since, before = time.monotonic(), used
+
+
+def cpu_seconds(group):
+    """Return the CPU time of a group of processes, or 0 where there is no /proc."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += (int(fields[2]) == group) * (int(fields[11]) + int(fields[12]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run_tests(folder, tests, *options, limit=None):
