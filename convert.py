@@ -68,7 +68,7 @@ FIELDS = {  # {field of Config: field there}
     "dropout": ("resid_pdrop", "dropout", None),
     "init_method_std": ("initializer_range", "init_std", "initializer_range"),
 }
-MORE = "model activation rotary_base untie_embeddings_and_output_weights".split()  # their values differ, too
+MORE = "model activation rotary_base untie_embeddings_and_output_weights".split()  # these have other values there
 FIXED = (  # {field there: the only value that the model here has}
     dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),

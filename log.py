@@ -40,8 +40,8 @@ TIMED = {  # {phase of the watch: its name in Megatron-LM's log}
 class Timers(Tool):
     """Time spent in each phase of TIMED.
 
-    The time of batch is also a part of forward, a wait for a message of the phase that waits. On a GPU the host runs
-    ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
+    The time of batch counts in forward, too. A wait for a message counts in the phase that waits. On a GPU the host
+    runs ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
     """
 
     def __init__(self, device):

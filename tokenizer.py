@@ -33,6 +33,7 @@ SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}
 # GPT-2's pattern. Hugging Face calls it ByteLevel.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# GPT-2's letters: one for each byte.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(b): b for b in PRINTABLE}
 BYTE_OF |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}

@@ -23,7 +23,7 @@ class Curve(NamedTuple):
 
 
 def read_curve(path):
-    """path: an out_dir, or a file like its metrics.jsonl."""
+    """Return a Curve. path: an out_dir, or a file like its metrics.jsonl. Raises UserError."""
     file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     with reading(file):
         rows = read_metrics(file).values()

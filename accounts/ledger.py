@@ -14,8 +14,8 @@ or LARS. Below each title:
     boundary     between two consecutive chunks on different ranks; down, up: messages to the next and to the previous
                  chunk; message: elements of one
     bucket       P: elements, with padding; part: those that this rank updates; partial, replicated: those that are
-                 summed over tp; used: 1 if it has gradients; whole: 1 if
-                 Muon needs whole matrices; cut: elements of those that tp cuts
+                 summed over tp; used: 1 if it has gradients; whole: 1 if Muon needs whole matrices; cut: elements of
+                 those that tp cuts
     step         norms: two of each parameter
 
 In GPT-2 a layer has two rows and two columns of bsh elements. So a rank sends 8 Lm bsh (t-1)/t elements of activations

@@ -33,7 +33,7 @@ def watching(run, say):
 
 
 def measured(run, activations):
-    """Return {"bytes": table, "formula": table} of what this rank sends in a mean step, and of what it keeps.
+    """Return two {"bytes": table, "formula": table}: what this rank sends in a mean step, and what it keeps.
 
     activations: `meter.Activations` of these steps.
     """

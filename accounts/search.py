@@ -200,7 +200,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
     fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
     available = step.seconds * gpus * device.peak(c.dtype)  # FLOPs
     facts = {
-        "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *FIELDS, "zero_copies", "offload")},
+        "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *FIELDS)},
         "micro_batches": m,
         "step_seconds": step.seconds,
         "step_parts": step.parts,

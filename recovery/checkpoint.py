@@ -307,7 +307,7 @@ def to_resume(config, tokenizer, data):
         raise UserError(f"train_iters={config.train_iters}: {why}")
     sets = index["data"] or data  # convert.py writes none
     if data and mixture(sets) != mixture(data) and not config.new_data:
-        shares = ",".join(f"{entry['share']}:{entry.get('name', 'one set')}" for entry in sets if entry["share"])
+        shares = ",".join(f"{entry['share']}:{entry['name']}" for entry in sets if entry["share"])
         remedy = "use the same data, or set --new_data=True to continue with this data"
         why = f"not the training data of the checkpoint {path}, {shares}"
         raise UserError(f"data_dir={config.data_dir}: {why}; {remedy}")
