@@ -201,7 +201,7 @@ TILES = {
 
 
 def attention_options(d, dtype, capability):
-    """capability: the GPU's, such as (9, 0)."""
+    """Return {kernel, as in TILES, or "delta": its launch options}. capability: the GPU's, such as (9, 0)."""
     products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
     width = max(triton.next_power_of_2(d), 16)  # tensor cores need at least 16
     options = {

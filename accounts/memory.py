@@ -206,7 +206,7 @@ def kept_by_chunk(c, schedule, z, message):
 
 
 def activations(c, schedule, rank, z, messages=None):
-    """Return the rows PEAK and RECOMPUTED. messages: those of `rank`."""
+    """Return the rows PEAK and RECOMPUTED. messages: `simulation.messages` of the schedule, if known."""
     if (units := unit_activations(c, z)) is None:
         return {PEAK: None} | ({RECOMPUTED: None} if c.recompute == "full" else {})
     message = z.item * z.rows * c.hidden_size
