@@ -307,11 +307,10 @@ def run_command(number, words):
 def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    match arguments:
-        case ["hunt", *words]:
-            return hunt.main(words)
-        case [number, "run", *words]:
-            sys.exit(run_command(number, words))
+    if arguments[:1] == ["hunt"]:
+        return hunt.main(arguments[1:])
+    if arguments[1:2] == ["run"]:
+        sys.exit(run_command(arguments[0], arguments[2:]))
     usage = (
         "python exercise.py [hunt ... | [start | oral] N | N [FOLDER | run COMMAND] | grade N FOLDER ...] [--limit=N]"
     )
@@ -319,29 +318,29 @@ def main(arguments=None):
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
     options = parser.parse_args(sorted(arguments, key=lambda word: word.startswith("--")))  # options come last
-    match options.words:
-        case []:
-            for number in numbers():
-                english, japanese = exercise(number)["idea"]
-                print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
-            print(LEGEND)
-        case ["start", number]:
-            print(start(number))
-        case ["oral", number]:
-            print(oral(number))
-        case ["grade", "hunt", *folders] if folders:
-            grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, options.limit), folders)
-        case ["grade", number, *folders] if folders:
-            exercise(number)  # an unknown number ends the command, before any folder
-            grade(COLUMNS, lambda mine: graded(number, mine, options.limit), folders)
-        case [number]:
-            green = judge_mine(number, MINE, options.limit)
+    words, limit = options.words, options.limit
+    command = words.pop(0) if words and words[0] in ("start", "oral", "grade") else ""
+    number, *folders = words or [""]
+    if not (command or words):
+        for each in numbers():
+            english, japanese = exercise(each)["idea"]
+            print(f"{each:>2} {state(each):<6} {english}\n          {japanese}")
+        print(LEGEND)
+    elif command in ("start", "oral") and len(words) == 1:
+        print({"start": start, "oral": oral}[command](number))
+    elif command == "grade" and number == "hunt" and folders:
+        grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, limit), folders)
+    elif command == "grade" and folders:
+        exercise(number)  # an unknown number ends the command, before any folder
+        grade(COLUMNS, lambda mine: graded(number, mine, limit), folders)
+    elif not command and len(folders) < 2:
+        mine = Path(folders[0], "mine") if folders else MINE
+        green = judge_mine(number, mine, limit)
+        if mine == MINE:
             (MINE / f"{number}.state").write_text("green" if green else "red", "utf-8")
-            sys.exit(not green)
-        case [number, folder]:
-            sys.exit(not judge_mine(number, Path(folder, "mine"), options.limit))
-        case _:
-            parser.error("start and oral take one number, judging also a folder, grade a number and folders")
+        sys.exit(not green)
+    else:
+        parser.error("start and oral take one number, judging also a folder, grade a number and folders")
 
 
 if __name__ == "__main__":

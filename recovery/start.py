@@ -5,6 +5,7 @@ import socket
 import sys
 import tempfile
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 
 import config as configuration
@@ -44,6 +45,8 @@ def open_files(config, mesh, device, stack):
     ranks wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
+        for name in filter(vars(config).get, ("tensorboard", "wandb")):
+            configuration.require(config, name, find_spec(name), f"needs a package: pip install {name}")
         stack.enter_context(processes.lock(config.out_dir))
         checkpoint.remove_unfinished(config.out_dir)
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
