@@ -55,7 +55,7 @@ class MicroBatch:
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
-    real_losses: bool = False
+    real_losses: bool = False  # `Executor.real_losses`
     caches: list | None = None  # in generation: past keys and values of each block
 
     def __setattr__(self, name, value):

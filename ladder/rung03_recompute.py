@@ -4,7 +4,8 @@
 
 Sends   nothing.
 Memory  as rung 1: 2,719,744 bytes. Activations: the inputs of all units, and all of one unit.
-Bad     F runs twice: a step takes 4 slots, not 3. `Executor` (parallel/pipeline.py) does it for blocks only.
+Bad     F runs twice. B takes as long as two F, so a step takes as long as 4 F, not 3.
+        `Executor` (parallel/pipeline.py) recomputes blocks only.
 """
 
 import torch

@@ -38,7 +38,7 @@ NOT_A_STEP = ("setup", "evaluate", "log")
 
 
 class Ledger:
-    """Counts calls and bytes by (phase, axis, what, operation)."""
+    """Counts calls and bytes by (phase, axis, what, operation). what: for example "gradients"."""
 
     def __init__(self):
         self.rows = {}
@@ -167,7 +167,8 @@ def send(x, axis, to, what, tag=0):
 def receive(shape, like, axis, source, tag=0):
     """Start to receive a tensor from rank `source`. like: an object with its dtype and device.
 
-    Both ranks of a pair must start a group's messages in one order (`simulation.messages`).
+    Both ranks of a pair must start a group's messages in one order (`simulation.messages`). Gloo
+    matches them by tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message("receive", x, axis, source, "", tag)
@@ -186,7 +187,8 @@ def _message(operation, x, axis, peer, what, tag):
 def agree(axis, action):
     """Run `action` on every rank. Raise the first rank's UserError, if any, on all ranks.
 
-    The error names the host if another host has no such error.
+    So no rank waits for a rank that has stopped. The error names the host if another host has no
+    such error.
     """
     error = result = None
     try:

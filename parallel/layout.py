@@ -206,5 +206,5 @@ def build_for(c, microbatches):
 
 
 def number_of_micro_batches(c, samples, data_ranks):
-    """Return m of a data rank in a step of `samples`."""
+    """Return m of a data rank in a step of `samples`. The cp ranks share a micro-batch."""
     return samples * c.cp // (c.micro_batch_size * data_ranks)

@@ -11,7 +11,8 @@ A rule changes one range of a rank's flat buffers in place, elementwise. Its key
     beta1, beta2, eps                   as in the configuration
 
 If a rule names a *fused* operation, training runs this operation of `reference.py` or `kernels.py`
-instead. To change such a rule, edit its function and remove its `fused` in RULES.
+instead, in one pass over memory. To change such a rule, edit its function and remove its `fused` in
+RULES.
 """
 
 import itertools

@@ -32,6 +32,7 @@ from parallel.comm import receive, send
 from parallel.layout import build_for, rows_outside
 from parallel.zero import free
 
+# names in the ledger
 SENT = {"activation": "activations", "gradient": "gradients of activations"}
 METHODS = {  # (method of Executor, phase of the watch)
     "F": ("forward", "forward"),
@@ -51,7 +52,7 @@ class Chunk:
 
     def __init__(self, units, buckets):
         self.units, self.buckets = units, buckets
-        self.reduce_after = first_uses(buckets)
+        self.reduce_after = first_uses(buckets)  # backward ends with the first unit
         self.release_after = first_uses(buckets[::-1])[::-1]
 
 
@@ -69,7 +70,7 @@ class PipelineStep:
     """A step, or a validation, on this rank."""
 
     schedule: schedules.Schedule
-    mail: object = None
+    mail: object = None  # Mailbox
     unread: object = None  # an iterator of the MicroBatches that are not in `batches` yet
     factor: float = 0.0  # of each micro-batch's mean loss in backward
     passes: dict = field(default_factory=dict)  # {bucket's name: backwards that still add to its gradient}
@@ -268,7 +269,7 @@ def axis_to(mesh, source, destination):
 
 
 def connect(mesh, schedule, device):
-    """Send one number between the ranks of each pair: on NCCL, a pair's first message stops both programs."""
+    """Send one number between the ranks of each pair. On NCCL, both programs stand still at a pair's first message."""
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
     pairs = {(schedule.placement[a], schedule.placement[b]) for a, b in below if b is not None}
     # sorted: with one order on all ranks, they wait in no circle
@@ -282,7 +283,7 @@ def connect(mesh, schedule, device):
 
 
 class Mailbox:
-    """This rank's messages of a step."""
+    """This rank's messages of a step. order: all messages, in the common order (`simulation.messages`)."""
 
     def __init__(self, order, mesh, rows, width, like):
         self.mesh, self.rows, self.width, self.like = mesh, rows, width, like

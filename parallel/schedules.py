@@ -46,7 +46,7 @@ class Action(NamedTuple):
     W computes the weight gradients of the blocks' linears, I all others.
     """
 
-    kind: str  # F forward, B backward, I, or W
+    kind: str  # F forward, B backward, or I and W, the two halves of B
     microbatch: int  # 0 .. m-1
     chunk: int  # chunks are numbered over all ranks
 
@@ -83,7 +83,7 @@ def downstream(schedule, chunk):
 
 
 def forward_only(schedule, microbatches):
-    """Return a Schedule for validation: forwards through the first pipeline."""
+    """Return a Schedule for validation: forwards through the first pipeline, as early as possible."""
     chunks, actions = pipelines(schedule)[0], [[] for _ in schedule.actions]
     v = len(chunks) // len(actions)
     forwards = product(chunks, range(microbatches))
@@ -219,7 +219,8 @@ def chimera(stages, microbatches, chunks=1):
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk
     2p-1-r). Even micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the
     micro-batches of one direction. On part i, micro-batch k has its F in slot i + 2k and its B in
-    slot 2p-1 - i + 2k. The directions never need the same slot. The next group begins 2p slots later.
+    slot 2p-1 - i + 2k. With even p the directions never need the same slot: F and F, B and B differ
+    in parity, F and the other direction's B by 2 or more. The next group begins 2p slots later.
     Li and Hoefler, arXiv 2107.06925, section 3. Raises UserError if p is odd and not 1.
     """
     p = stages

@@ -137,7 +137,7 @@ class Event(NamedTuple):
 
 
 def run_in_order(schedule, cost, comm):
-    """Return the Events of a checked schedule. Raises UserError if the ranks deadlock."""
+    """Return the Events, or raise UserError if the ranks deadlock. cost: {kind: duration}; comm: of a message."""
     needs, ends, events = prerequisites(schedule), {}, []
     position, free = [0] * len(schedule.actions), [0] * len(schedule.actions)
     progress = True
@@ -183,7 +183,8 @@ def messages(schedule):
             send whose tensor is not yet computed (isend and irecv do not wait)
         before an action: wait for the message that this action consumes
 
-    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`).
+    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`). With
+    one group, a send that is ready would wait for receives that are not.
     """
     consumers = {}  # {producer: its only consumer on another rank}
     for action, needs in prerequisites(schedule).items():

@@ -30,7 +30,7 @@ row-parallel bias, position table) sees part of the tokens: its gradient is summ
 **What can overlap.** The slide says that this communication can't be hidden. In forward this is
 true: the next operation needs g's sum. But `Linear.backward` starts the all_reduce of dx, computes
 dW = dy^T x, then waits. With sequence parallelism, the all_gather of x for dW overlaps with dx = dy
-W. Not hidden: the all_gather of dy; embedding and head; the sum of dx in the action I.
+W. Not hidden: the all_gather of dy; embedding and head; the sum of dx in the action I (no dW).
 
 Per layer and micro-batch a rank sends 8 bsh (t-1)/t elements in 4 all_reduces; with sequence
 parallelism 10 bsh (t-1)/t in 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
@@ -58,7 +58,7 @@ class ParamSpec:
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
-    tp_dim: int | None = None  # None: replicated over tp
+    tp_dim: int | None = None  # the dimension that is cut over tp. None: replicated
     decay: bool = False  # weight decay applies
     std: float = 0.0  # standard deviation of the initial values
     mean: float = 0.0
@@ -255,7 +255,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 def padded(vocab_size):
-    """Return the rows of a word table: a multiple of 128, fast on tensor cores."""
+    """Return the number of rows of a word table: a multiple of 128, fast on tensor cores."""
     return -(-vocab_size // 128) * 128
 
 
@@ -278,7 +278,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     The logits, v numbers per token, would be the largest activation, so they never exist whole.
     Forward only allocates the losses (nan) and keeps x. Backward works on ROWS tokens at a time:
     logits z = x W^T, their losses and their gradient dz in the place of z, then dx = dz W and dW +=
-    dz^T x. A token with a negative target (PyTorch's -100) has loss 0 and no gradient.
+    dz^T x. So each logit is computed once. A token with a negative target (PyTorch's -100) has loss
+    0 and no gradient.
 
     in_forward: forward computes the losses, too (`Executor.real_losses`).
     """

@@ -59,7 +59,7 @@ class Flat:
 
     Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and
     `whole` has storage only from `open` to `close`. views: the parameters or their gradients, in
-    `whole` (`hidden.py`).
+    `whole`. To read hidden ones is an error (`hidden.py`).
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
@@ -95,7 +95,7 @@ def free(x):
 class Window:
     """The buckets whose gradients are being summed, the oldest first."""
 
-    MOST = 2  # sums of whole gradients that run at a time
+    MOST = 2  # sums of whole gradients that run while backward fills a third one
 
     def __init__(self):
         self.buckets = []
@@ -212,7 +212,10 @@ class Bucket:
         self.window.buckets.append(self)
 
     def settle(self):
-        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`."""
+        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`.
+
+        Hybrid sharding's next sum starts here, during backward.
+        """
         if not self.summing:
             return
         shard = self.summing.wait()
@@ -315,7 +318,7 @@ class Zero:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # without skipped steps
         self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
-        # `mesh.py` says why
+        # a group of its own: a sum must not delay the next gather
         self.shards_for_sums = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layout.check_holders()
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
