@@ -214,7 +214,7 @@ class Bucket:
     def settle(self):
         """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`.
 
-        Hybrid sharding's next sum starts here, during backward.
+        Hybrid sharding's next sum starts here, for most buckets during backward.
         """
         if not self.summing:
             return
