@@ -18,7 +18,7 @@ NAMES = ["layouts", "kernels", "train"]
 def main():
     """Run the named measurement. Without a name, print the list."""
     name, *words = sys.argv[1:] or ["--help"]
-    if name in ("-h", "--help"):
+    if {"-h", "--help"} & {name, *words}:
         return print(__doc__)
     if name not in NAMES:
         raise UserError(f"{name} is no measurement; the measurements are {', '.join(NAMES)}")
