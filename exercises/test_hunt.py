@@ -1,4 +1,4 @@
-"""A hunt shows a symptom, hides its place, gives hints, and accepts every mend. A class is graded."""
+"""A hunt shows a symptom, hides its place, gives a hint, and accepts every mend. A class is graded."""
 
 import functools
 import json
