@@ -119,8 +119,11 @@ def test_elementwise_recomputation_changes_no_bit():
 # --- refusals, and a file of one's own --------------------------------------------------------------------------------
 
 
-def edited(source, diff):
-    """Return a file's text after the edits of GUIDE.md: - lines become + lines, + lines alone come above LayerNorm."""
+def guides_model():
+    """Return model.py with the edits of GUIDE.md: - lines become + lines, + lines alone come above LayerNorm."""
+    root = Path(__file__).parent.parent
+    diff = re.search(r"(?s)## Change the model.*?```diff\n(.*?)```", (root / "GUIDE.md").read_text("utf-8"))[1]
+    source = (root / "model.py").read_text("utf-8")
     for old, new in re.findall(r"(?m)(^-.*\n)?((?:^\+.*\n)*)", diff):
         old, new = (re.sub("(?m)^[-+]", "", lines) for lines in (old, new))
         if not old + new:
@@ -144,9 +147,7 @@ def with_mine(folder):
 
 def test_the_guides_model_trains_in_layouts(workers, tmp_path, monkeypatch):
     """The edits of GUIDE.md fit to model.py, and the losses are those of one process."""
-    root = Path(__file__).parent.parent
-    diff = re.search(r"(?s)## Change the model.*?```diff\n(.*?)```", (root / "GUIDE.md").read_text("utf-8"))[1]
-    (tmp_path / "mine.py").write_text(edited((root / "model.py").read_text("utf-8"), diff), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(guides_model(), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     fields = dict(model="mine", optimizer="adamw", dropout=0.1)
     layouts = [dict(tp=2, sequence_parallel=True, zero=3), dict(cp=2, zero=2), dict(pp=2, schedule="zb-h1", zero=1)]

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import testing.adversary
-from model import Head
 from parallel import comm
 from parallel.comm import all_gather, all_reduce, receive, send
 from parallel.mesh import Mesh
 from testing import points
 from testing.adversary import Caught, adversary
 from testing.record import check_layout
+from testing.test_changes import CHANGES
 from testing.tiny import configured, few, tiny_config, validation_losses
 
 # --- programs with a bug, on two ranks --------------------------------------------------------------------------------
@@ -116,22 +116,9 @@ def late(workers):
     workers.adversary = before
 
 
-@contextlib.contextmanager
-def squared_losses():
-    """The head's losses are needed in forward."""
-    forward = Head.forward
-
-    def changed_forward(self, x, batch):
-        y = forward(self, x, batch)
-        return y if batch.targets is None else y + 0.1 * y.square()
-
-    with mock.patch.object(Head, "forward", changed_forward):
-        yield
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_losses_in_forward_wait_for_each_result(late, sequence_parallel):
-    check_layout(late, 2, tiny_config(1, 2, sequence_parallel=sequence_parallel), change=squared_losses)
+    check_layout(late, 2, tiny_config(1, 2, sequence_parallel=sequence_parallel), change=CHANGES["squared_losses"])
 
 
 # as in the grid: all schedules, ZeRO stages with and without a pipeline, optimizers, cp, copies

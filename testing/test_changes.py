@@ -1,6 +1,6 @@
 """Tests of a reader's changes to the model, the loss and the loop: the rows of GUIDE.md's table.
 
-A change is right on every layout: it trains what the same change trains on one process (`testing/tiny.py`).
+A change is right on every layout: it trains what the same change trains on one process (`testing/record.py`).
 """
 
 import contextlib
@@ -172,6 +172,14 @@ def test_a_window_is_not_given_to_the_causal_kernel():
         assert choose(config, torch.device("cpu"), "fp32").attention is not reference.attention
         with window():
             assert choose(config, torch.device("cpu"), "fp32").attention is reference.attention
+
+
+@pytest.mark.parametrize("keys", [128, 90_000, None])
+def test_a_window_in_a_long_sample_is_a_mask(monkeypatch, keys):
+    """The answer needs no memory of s^2: 131,072 tokens would take 17 GB."""
+    window = (lambda i, j: (j <= i) & (j > i - keys)) if keys else reference.visible
+    monkeypatch.setattr(reference, "visible", window)
+    assert reference.is_causal.__wrapped__(1 << 17) == (keys is None)
 
 
 @contextlib.contextmanager
@@ -422,7 +430,6 @@ def test_an_average_of_the_weights_is_a_moment(workers, zero):
 
 
 CHANGES = {
-    "none": contextlib.nullcontext,
     **{name: partial(computed_with, term) for name, term in TERMS.items()},
     "left_out": left_out,
     "qk_norm": partial(another_block, partial(normalize_queries, partial=True, decay=True)),
@@ -435,11 +442,3 @@ CHANGES = {
     "frozen": frozen,
     "own_heads": own_heads,
 }
-
-
-@pytest.mark.parametrize("keys", [128, 90_000, None])
-def test_a_window_in_a_long_sample_is_a_mask(monkeypatch, keys):
-    """The answer needs no memory of s^2: 131,072 tokens would take 17 GB."""
-    window = (lambda i, j: (j <= i) & (j > i - keys)) if keys else reference.visible
-    monkeypatch.setattr(reference, "visible", window)
-    assert reference.is_causal.__wrapped__(1 << 17) == (keys is None)

@@ -12,6 +12,7 @@ import model
 import reference
 from errors import UserError
 from testing import letters
+from testing.judging import replaced
 from testing.tiny import tiny_config
 
 PROJ, OVER = "        self.proj = Row", "        if self.cp:  # q"
@@ -77,10 +78,7 @@ RIGHT = {
 @contextlib.contextmanager
 def edited(edits):
     """Make an edited model.py, for --model=edited."""
-    text, name = Path(model.__file__).read_text("utf-8"), str(letters.ROOT / "edited.py")
-    for old, new in edits:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text, name = replaced(Path(model.__file__).read_text("utf-8"), edits), str(letters.ROOT / "edited.py")
     linecache.cache[name] = len(text), None, text.splitlines(True), name
     module = ModuleType("edited")
     with mock.patch.dict("sys.modules", edited=module):

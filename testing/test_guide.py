@@ -5,6 +5,7 @@ import re
 import pytest
 
 from conftest import needs_git
+from parallel.test_llama import guides_model
 from testing.judging import ROOT, copied, replaced, run, run_tests
 
 pytestmark = [pytest.mark.slow, needs_git]
@@ -18,17 +19,6 @@ def pasted(file, name, table, row):
     place, start = "# Add your own:", f"\n{table} = {{\n"
     edits = [(place, f"{function}\n\n{place}"), (start, f"{start}    {row}\n")]
     return replaced((ROOT / file).read_text("utf-8"), edits)
-
-
-def changed_model():
-    """Return model.py with the guide's "+" lines for each block of "-" lines; new code stands above LayerNorm."""
-    edits, new = re.search(r"```diff\n(.*?)```", GUIDE, re.DOTALL)[1].split("         # new, above LayerNorm\n")
-    text = (ROOT / "model.py").read_text("utf-8")
-    for old, lines in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)*)", edits, re.MULTILINE):
-        removed, added = ([line[1:] for line in block.splitlines(True)] for block in (old, lines))
-        text = replaced(text, [(removed[0], "".join(added)), *((line, "") for line in removed[1:])])
-    above = "".join(line[1:] for line in new.splitlines(True))
-    return replaced(text, [("class LayerNorm(", f"{above}\n\nclass LayerNorm(")])
 
 
 SCHEDULES = pasted("parallel/schedules.py", "two_waves", "SCHEDULES", '"two-waves": two_waves,')
@@ -90,5 +80,5 @@ def test_a_changed_model_is_the_same_in_every_layout():
     """RoPE, RMSNorm and SwiGLU of the guide; also generation with a cache."""
     # test ids: dp-tp-sequence_parallel; "covered and zb-v" tests pipelines
     chosen = "trains_the_same and (2-1-False or 2-2-True or 1-4-False) or covered and zb-v or cache and not mask"
-    with copied({"model.py": changed_model()}, changes=True) as folder:
+    with copied({"model.py": guides_model()}, changes=True) as folder:
         check(folder, ["test_layouts.py", "test_convert.py"], chosen)
