@@ -154,7 +154,7 @@ def test_the_names_of_vocabularies_never_change(tmp_path):
     assert loaded(old_copy).name == "file-260-4fcaa115"
 
 
-def test_without_network_the_message_says_what_to_do(tmp_path, monkeypatch):
+def test_without_network_the_message_says_what_to_do(monkeypatch):
     def no_network(*_):
         raise OSError("Name or service not known")
 

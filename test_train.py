@@ -73,9 +73,9 @@ def launch(command, environment=ENVIRONMENT):
     return process
 
 
-def output_of(process, timeout=120):
+def output_of(process):
     """Wait for the end. Return the text."""
-    process.wait(timeout)
+    process.wait(120)
     return os.pread(process.file, os.fstat(process.file).st_size, 0).decode()
 
 
@@ -486,7 +486,7 @@ def test_an_error_of_one_host_names_it(workers, hosts, sick, word, line):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
-def test_two_hosts_train(config_file, tmp_path):
+def test_two_hosts_train(config_file):
     """Run GUIDE's command in two network namespaces."""
     guide = (HERE / "GUIDE.md").read_text("utf-8")
     words = re.search(r"```\n(torchrun --nnodes.*?)\n```", guide, re.DOTALL)[1]
@@ -772,7 +772,7 @@ def test_an_error_of_this_gpu_is_no_lost_peer():
         raise torch.distributed.DistBackendError("NCCL: remote process exited")
 
 
-def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused(tokens_dir, tmp_path):
     (tmp_path / "out").mkdir()
     with held_elsewhere(tmp_path / "out" / "lock"), pytest.raises(UserError, match="another run is training there"):
         go(configured(tmp_path / "out", tokens_dir))

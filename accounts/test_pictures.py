@@ -55,14 +55,14 @@ def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def test_a_drawing_has_the_bubble_and_the_activations_in_flight(tmp_path, capsys):
+def test_a_drawing_has_the_bubble_and_the_activations_in_flight(tmp_path):
     draw.main(["1f1b", "interleaved", "--stages=2", "--microbatches=4", f"--svg={tmp_path}/x.svg"])
     words = texts(tmp_path / "x.svg")
     assert any(word.startswith("bubble 0.2000 of 15") for word in words)
     assert {"1f1b: 2 stages, 4 micro-batches", "forward", "rank 0"} <= set(words) and "update" not in words
 
 
-def test_a_backward_with_other_weights_is_marked(tmp_path, capsys):
+def test_a_backward_with_other_weights_is_marked(tmp_path):
     for marked, more in enumerate(([], ["--without_stashing"])):
         draw.main(["pipedream", "--stages=2", "--microbatches=4", f"--svg={tmp_path}/x.svg", *more])
         assert (draw.KINDS["!"][0] in texts(tmp_path / "x.svg")) == marked

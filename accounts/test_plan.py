@@ -1,4 +1,4 @@
-"""Test plan.py and accounts/: bytes and idle time against whole steps, published tables, layouts, the command line."""
+"""Test plan.py and accounts/: bytes against whole steps, published tables, layouts, the command line."""
 
 from collections import defaultdict
 from dataclasses import replace

@@ -94,7 +94,7 @@ def test_each_cycle_has_the_shares_and_each_epoch_each_window_once(three, tmp_pa
         ]
 
 
-def test_a_sample_does_not_depend_on_how_it_is_read(three, tmp_path):
+def test_a_sample_does_not_depend_on_how_it_is_read(three):
     mixture = Mixture(three(5, 2, 1), "train", 8, 100)
     whole = mixture.batch(np.arange(301), seed=3)
     dice = np.random.default_rng(0).permutation(301)

@@ -50,15 +50,15 @@ def few(values, n=1):
     return [value if i < n else slow(value) for i, value in enumerate(values)]
 
 
-def write_tokens(folder, train=4000, val=700, test=300, vocab_size=100, tokenizer="bytes", seed=0):
+def write_tokens(folder, train=4000, val=700, vocab_size=100, seed=0):
     """Write a data set of random tokens, which a model can learn: a token is often the previous one plus 1."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
-    counts = {"train": train, "val": val, "test": test}
+    counts = {"train": train, "val": val, "test": 300}
     for split, count in counts.items():
         steps = random.choice([1, 1, 1, 2, 7], size=count)
         (steps.cumsum() % vocab_size).astype("<u2").tofile(folder / f"{split}.bin")
-    meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot_id": vocab_size - 1, "dtype": "uint16"}
+    meta = {"tokenizer": "bytes", "vocab_size": vocab_size, "eot_id": vocab_size - 1, "dtype": "uint16"}
     meta |= {"tokens": counts, "documents": dict.fromkeys(counts, 1)}
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)
@@ -72,12 +72,11 @@ def tiny_config(dp, tp=1, **fields):
     return Config(**TINY | fields)
 
 
-def tiny_batches(run, vocab_size=None, reader=None):
+def tiny_batches(run, reader=None):
     """Yield this rank's micro-batches. Sample g depends on g alone. Most of its ids are the last one plus 1."""
     c = run.config
-    vocab_size = vocab_size or c.vocab_size
-    dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
-    table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
+    dice = torch.randint(0, c.vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
+    table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % c.vocab_size
     for numbers in training_samples(0, *(reader or run.mesh.reader), c.micro_batch_size):
         numbers = torch.from_numpy(numbers)
         tokens, numbers = table[numbers % len(table)].to(run.device), numbers.to(run.device)
