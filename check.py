@@ -3,11 +3,11 @@
     python check.py configs/mine.py                  all checks: about a minute on two cores
     python check.py configs/mine.py --tp=2 --zero=3  only this layout, with dp=2 if zero is given
 
-It checks gradients, each kind of layout, another device, bf16, a loss scale, a resume, the loop's first loss, the fused
-update, kernels, generation, and the export. The model is that of the configuration, in float64, with fewer layers,
-tokens and words (`small`). Each layout trains three iterations with `train.run_training`, as a user would, and is
-compared with one process: metrics.jsonl, weights, copies. Communications come late (testing/adversary.py). Exit code 1:
-a check is WRONG, or a layout refused.
+It checks gradients, each kind of layout, another device, bf16, a loss scale, a resume, the loop's first loss, frozen
+weights, the fused update, kernels, generation, and the export. The model is that of the configuration, in float64, with
+fewer layers, tokens and words (`small`). Each layout trains three iterations with `train.run_training`, as a user
+would, and is compared with one process: metrics.jsonl, weights, copies. Communications come late
+(testing/adversary.py). Exit code 1: a check is WRONG, or a layout refused.
 """
 
 import os

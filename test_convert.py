@@ -1,7 +1,7 @@
 """Tests generate.py, and convert.py with the real transformers: logits, greedy text, files.
 
-Random models with odd sizes have large weights, so that a wrong place of a tensor changes the logits. Gradients are
-those of finite differences (test_layouts.py), updates those of formulas (parallel/test_optimizer.py).
+Random models with odd sizes have large weights, so that a wrong place of a tensor changes the logits. Other tests
+compare gradients (test_layouts.py, finite differences) and updates (parallel/test_optimizer.py, formulas).
 """
 
 import json
@@ -376,7 +376,7 @@ def test_generation_notices_a_cache_that_ignores_a_mask(monkeypatch, model, keys
     assert len(text) == {2: 1, 5: 4}[keys]
 
 
-# --- other files ------------------------------------------------------------------------------------------------------
+# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def to_bin(folder, change):
@@ -385,9 +385,6 @@ def to_bin(folder, change):
 
     torch.save(change(load_file(folder / "model.safetensors")), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-
-
-# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

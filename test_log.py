@@ -315,7 +315,7 @@ def test_timers_add_up_a_phase_and_divide_by_the_iterations(clock):
                     clock.now += 0.25
         clock.now += 100.0  # between phases
     expected = {"forward-compute": 6750.0, "optimizer": 500.0, "batch-generator": 750.0}
-    assert list(timers.take(2).items()) == list(expected.items())  # the order of PHASES
+    assert list(timers.take(2).items()) == list(expected.items())  # the order of log.TIMED
     assert timers.take(1) == {}
 
 

@@ -66,7 +66,7 @@ def bench(monkeypatch, *arguments):
 
 
 def test_layouts_train_as_pytorchs(monkeypatch, capfd):
-    """Each of PyTorch's programs once, and each of its schedules."""
+    """Each of PyTorch's programs for two processes, and each of its schedules."""
     monkeypatch.setattr(layouts, "MODEL", dict(layouts.MODEL, num_layers=2, hidden_size=16, vocab_size=128))
     monkeypatch.setattr(layouts, "LAYOUTS", [layout for layout in layouts.LAYOUTS if layout[1] == 2])
     monkeypatch.setattr(layouts, "ROUNDS", 1)

@@ -52,7 +52,7 @@ LAYOUTS_AND_GROUPS = [  # layout on 8 ranks, number of process groups of each ra
 
 
 @pytest.mark.parametrize("layout, expected", LAYOUTS_AND_GROUPS, ids=str)
-def test_all_members_make_a_group_as_their_same_group(monkeypatch, layout, expected):
+def test_all_members_of_a_group_give_it_one_name(monkeypatch, layout, expected):
     """torch names a group by its ranks and the number of groups that the process has made before."""
     config, made, new_group = tiny_config(1, micro_batch_size=1, dtype="fp32", **layout), {}, dist.new_group
 

@@ -1,6 +1,6 @@
 """Schedules have each action once in a possible order, and messages that never deadlock.
 
-The rules for a list of actions are written here again, so the checker of schedules.py is tested, too.
+The rules for a list of actions are written here again, so the checker of simulation.py is tested, too.
 """
 
 import itertools

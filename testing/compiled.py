@@ -4,12 +4,13 @@ The machine code shows whether a kernel spills registers to memory, loads 2 byte
 tensor cores:
 
     r = compiled.report(copy, "*bf16 *bf16 i32", {"BLOCK": 1024}, 90, num_warps=4)
-    assert r.spills == 0 and r.wide_loads == r.loads
+    assert r["spills"] == 0 and r["wide_loads"] == r["loads"]
 
 A process can use Triton's compiler or its interpreter (sanitizer.py), not both. So `reports` compiles in another
 process:
 
     [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch, {}) for arch in (80, 90)])
+    assert a.spills == b.spills == 0
 
 `Recorder` finds the types that a program uses. The counts differ a little between versions of Triton.
 """

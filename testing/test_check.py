@@ -89,7 +89,7 @@ EDITS = {  # name: (options, edits, words of the output)
         [("parallel/schedules.py", "warmup = stages - 1 - rank", "warmup = rank")],
         "refused pp=2 1f1b: deadlock",
     ),
-    "a loop that counts its own samples": (
+    "a loop that logs another loss scale": (
         ["--zero=1"],
         [("log.py", '"loss_scale": last.loss_scale,', '"loss_scale": last.loss_scale / run.mesh.world.size,')],
         "look at the loop",
