@@ -150,7 +150,7 @@ def test_timers_and_validation_print_the_published_lines():
     )
 
 
-# --- FLOPs, peaks, MFU ------------------------------------------------------------------------------------------------
+# --- FLOPs and peaks --------------------------------------------------------------------------------------------------
 
 
 def test_model_flops_count_every_product_of_the_blocks_and_the_head():

@@ -1,4 +1,7 @@
-"""The bytes of a ring for a run's calls equal ledger.py's prediction exactly, in every row. It needs no run."""
+"""The bytes that ledger.py predicts have the factors of the lecture and of the ZeRO paper. A prediction needs no run.
+
+The grid (test_layouts.py) compares all rows with those of runs.
+"""
 
 import contextlib
 import re

@@ -10,10 +10,10 @@
           register_hook instead                           an error: w.grad does not exist yet
     06    part [0] on each rank                           step 2 is wrong
           no AllGather                                    step 2 is wrong
-    08    no gather before backward                       an error: storage of size 0
-          the shard is a view (no clone)                  the process dies: the shard was freed with the weight
     07    w.shard.grad = part instead of the sum          step 2 is wrong
           w.grad stays                                    step 2 is wrong: backward adds the next part to it
+    08    no gather before backward                       an error: storage of size 0
+          the shard is a view (no clone)                  the process dies: the shard was freed with the weight
     09    no requires_grad_                               an error: x.grad is None
           no wait for the sends                           a hang: Gloo drops a message without a Python object
     10    send instead of isend, in F and in B            a hang: two ranks send, and wait for each other's recv

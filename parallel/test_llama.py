@@ -18,10 +18,10 @@ from model import GPT
 from parallel.context import TokensForHeads
 from parallel.mesh import Mesh
 from testing.compare import same_tensor
+from testing.points import LLAMA
 from testing.record import check_layout, record
 from testing.tiny import built, tiny_batches, tiny_config
 
-LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
 UNTIED = LLAMA | dict(untie_embeddings_and_output_weights=True, rotary_base=77.0)
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_elementwise_recomputation_changes_no_bit():
     assert all(torch.equal(tensor, its.after[name]) for name, tensor in ours.after.items())
 
 
-# --- refusals, and a file of one's own --------------------------------------------------------------------------------
+# --- a file of one's own ----------------------------------------------------------------------------------------------
 
 
 def guides_model():

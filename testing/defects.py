@@ -24,7 +24,7 @@ class Defect(NamedTuple):
     file: str
     test: str  # argument of pytest
     words: str  # of the failure's message
-    quick: bool  # planted in the default run, too
+    quick: bool  # planted in the slow run, too
     edits: list  # [(old, new)]: each old text occurs once in the file
 
 

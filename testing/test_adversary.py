@@ -1,7 +1,7 @@
 """Tests of testing/adversary.py: it catches bugs that Gloo hides, and the program has none of them.
 
-`ADVERSARY=1 pytest test_layouts.py parallel recovery/test_replicas.py` runs all layouts in this mode. A few of them
-here call every communication of the program.
+`ADVERSARY=1 pytest test_layouts.py parallel recovery/test_replicas.py` runs all layouts in this mode. The layouts
+of this file call every communication of the program.
 """
 
 import contextlib
