@@ -1,4 +1,4 @@
-"""Tests that a hang names its culprit."""
+"""A rank that waits too long writes what it waits for. A long validation is no hang."""
 
 import os
 import time

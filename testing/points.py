@@ -137,7 +137,7 @@ NAMED = """
     2-1-1-1f1b-2-False-none-sgd-twice 2-1-1-1f1b-3-False-none-muon-twice 2-1-1-2-1f1b-0-False-none-muon-twice
     2-1-2-zb-h1-0-False-none-sgd-not_a_multiple 4-1-1-1f1b-2-False-none-lamb-twice-2
 """
-QUICK = 25  # so many points of every run are chosen for their pairs of values
+QUICK = 25  # so many points of every run are the first ones of a cover of all pairs
 
 
 def listed(slow):
