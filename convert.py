@@ -22,6 +22,7 @@ from errors import UserError, exit_on_user_error, explained, fetched, reading, s
 from options import Parser  # isort: skip
 import json
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -74,6 +75,7 @@ FIXED = (  # {field there: the only value that the model here has}
     dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
     dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
 )
+WEIGHTS = "model.safetensors model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json".split()
 CARRIED = "generation_config.json chat_template.jinja special_tokens_map.json".split()
 
 
@@ -148,8 +150,7 @@ def from_hf(folder, out):
             sizes = f"its tokenizer has {tokenizer.n_vocab:,} ids, its word table {config.vocab_size:,} rows"
             remedy = f"add rows: model.resize_token_embeddings({tokenizer.n_vocab})"
             raise UserError(f"{folder}: {sizes}; remove the added tokens, or {remedy}")
-        for path in [*Path(folder).glob("model*.safetensors*")] or Path(folder).glob("pytorch_model*.bin*"):
-            fetched(path)
+        check_weights(hf, folder)
         model, info = hf.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -184,6 +185,22 @@ def from_hf(folder, out):
         hf_value = theirs.get(name, 0.0 if name == "embd_pdrop" else value)  # OPT's embedding has no dropout
         if hf_value != value:
             print(shown(f"{name}={hf_value} there is {value} here"))
+
+
+def check_weights(hf, folder):
+    """Raise UserError for a file of weights that can't be read, or has a tensor that is not floating-point."""
+    paths = [path for name in WEIGHTS if (path := Path(folder, name)).exists()][:1]  # transformers' choice
+    if paths and paths[0].suffix == ".json":
+        paths, _ = hf.utils.hub.get_checkpoint_shard_files(folder, fetched(paths[0]))
+    for path in paths:
+        with reading(path, Exception):
+            try:
+                tensors = hf.modeling_utils.load_state_dict(fetched(path))
+            except pickle.UnpicklingError:  # torch's text advises to run what is in it
+                raise UserError(f"{path}: should be a file of tensors and nothing else") from None
+            for name, tensor in tensors.items():
+                if not (tensor.is_floating_point() or name.endswith(".attn.bias")):  # a mask of old files
+                    raise UserError(f"{path}: {name} is {tensor.dtype}; should be floating-point")
 
 
 def carry(source, folder):

@@ -444,9 +444,10 @@ def with_bias(change):
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]), ""),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
         (lambda f: to_bin(f, lambda t: {n: t[n] for n in t if n != "transformer.wpe.weight"}), "missing keys: "),
+        (with_bias(lambda t: t * 1j), "transformer.ln_f.bias is torch.complex64; should be floating-point"),
         (with_bias(lambda t: t / 0), "nan or inf: transformer.ln_f.bias"),
         (with_bias(torch.diag), "mismatched keys: ('transformer.ln_f.bias', "),
-        (with_bias(slice), "Weights only load failed"),  # no object but tensors is read
+        (with_bias(slice), "pytorch_model.bin: should be a file of tensors and nothing else"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(tmp_path, damage, message):
