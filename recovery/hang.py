@@ -6,8 +6,8 @@ each rank writes a row: the communication that its rank waits for, and the place
 row prints all rows, and the ranks without one:
 
     no progress for 16 s:
-    rank 0: iteration 8: waits for rank 2 to send (comm.py:102 wait < pipeline.py:324 receive < ...)
-    rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:102 wait < ...)
+    rank 0: iteration 8: waits for rank 2 to send (comm.py:101 wait < pipeline.py:326 receive < ...)
+    rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:101 wait < ...)
     ranks [3]: no answer (stopped, dead, or its host is lost)
 
 Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, the row has
