@@ -29,8 +29,8 @@ LEGEND = f"""
 v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.
 bubble: share of the whole step, in which all ranks end together. days: of train_iters, or of --tokens.
 waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
-Expected error of a step of a GPT on A100 and H100: {seconds.ERRORS[4096]:.0%} with samples of 2,048 tokens (17 of 19
-published runs), {seconds.ERRORS[65536]:.0%} with more than 4,096. For V100 it is unknown; one run of Llama: 2%."""
+Expected error of a step of a GPT on A100 and H100: {seconds.ERROR:.0%} with samples of 2,048 tokens (17 of 19
+published runs), {seconds.LONG_ERROR:.0%} with more than 4,096. For V100 it is unknown; one run of Llama: 2%."""
 
 
 def whole(text):
