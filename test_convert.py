@@ -242,7 +242,7 @@ def test_greedy_text_is_that_of_generate(tmp_path, kind):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(out, tmp_path / "again"))
     model, tokenizer = generate.load_model(out, CPU)
     free = 0
-    for start in range(12):
+    for start in range(20):
         prompt = [*tokenizer.encode_ordinary("Hello!")[start % 6 :], start * 11]
         ours = list(generate.generate(model, prompt, 20, temperature=0))
         ours = ours[: ours.index(256) + 1] if 256 in ours else ours
