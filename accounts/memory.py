@@ -212,7 +212,7 @@ def activations(c, schedule, rank, z, messages=None):
     message = z.item * z.rows * c.hidden_size
     chunks, messages = kept_by_chunk(c, schedule, z, message), messages or simulation.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
-    has_block = any(chunk.operands for chunk, place in zip(chunks, schedule.placement, strict=True) if place == rank)
+    has_block = any(chunks[action.chunk].operands for action in schedule.actions[rank])
     if c.recompute == "full" and has_block:
         table[RECOMPUTED] = units["block"] + 8 * z.rows * (c.dropout > 0)
     return table
