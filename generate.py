@@ -55,7 +55,7 @@ def draw_token(logits, temperature, top_k, top_p, generator):
     logits, ids = ((logits - largest) / temperature).sort(descending=True)
     p = torch.softmax(logits[: top_k or None], 0)
     if top_p < 1:
-        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]
+        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # with the token that reaches top_p
     return int(ids[torch.multinomial(p, 1, generator=generator)])
 
 

@@ -115,8 +115,8 @@ class Part(NamedTuple):
     file: int  # index of the file
     line: int = 1  # the document's start
     text: str = ""
-    begins: bool = True
-    ends: bool = True
+    begins: bool = True  # the document begins here
+    ends: bool = True  # the document ends here
     problem: str = ""  # why this text is missing
 
 
@@ -265,9 +265,10 @@ def encoded_blocks(blocks, workers, *job):
 
 
 def megatron_blocks(prefix, tokenizer, weights):
-    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block. NOTES.md: the format of the .idx.
+    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block.
 
-    No file names the vocabulary, so the ids are compared with its size.
+    Megatron-LM's preprocess_data.py writes PREFIX.bin and PREFIX.idx (megatron/core/datasets/indexed_dataset.py).
+    NOTES.md has the format. No file names the vocabulary, so the ids are compared with its size.
     """
     import numpy as np  # not at the top: see START_METHOD
 
