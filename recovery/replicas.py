@@ -34,10 +34,11 @@ def fingerprint(flat):
     Each word of 8 bytes has an odd factor, and an odd number has an inverse mod 2^64. So a change of one word
     changes the sum.
     """
-    odd = torch.arange(1, 2 * WORDS_AT_ONCE, 2, device=flat.device)
+    words = flat.view(torch.int64)
+    odd = 2 * torch.arange(min(WORDS_AT_ONCE, len(words)), device=flat.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for row, words in enumerate(flat.view(torch.int64).split(WORDS_AT_ONCE)):
-        total += (2 * row + 1) * (words * odd[: len(words)]).sum()
+    for row, some in enumerate(words.split(WORDS_AT_ONCE)):
+        total += (2 * row + 1) * (some * odd[: len(some)]).sum()
     return total
 
 

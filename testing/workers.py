@@ -8,6 +8,7 @@ traceback, or only the message of `compare.Different`. Ranks that neither answer
 they are ended, and the next test starts new ones. A busy machine makes a test slow, not red.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -35,6 +36,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 def work(rank, pipe, last):
     """Answer the calls that arrive by `pipe`, until it closes. last: the name of this rank's last communication."""
     torch.set_num_threads(1)
+    gc.freeze()  # a collection does not look at what the imports made
     stay_on_this_host()
     tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a killed process would leave behind
     comm.lost_peer = noting(comm.lost_peer, last)
@@ -57,6 +59,7 @@ def work(rank, pipe, last):
             pipe.poll(None)  # the caller ends all ranks; a connection closed before would be another rank's error
         if dist.is_initialized():
             dist.destroy_process_group()
+            gc.collect()  # the groups of a mesh end, with their threads, when nothing refers to it
 
 
 def noting(lost_peer, last):
