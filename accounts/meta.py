@@ -100,12 +100,12 @@ def work_of(c, item, on_cpu=False):
     """
     small = on_cpu and c.hidden_size * (c.seq_length + c.padded_vocab_size + 3 * c.ffn_size) <= SMALL
     fields = {name: getattr(c, name) for name in (*SECTIONS["model"], *LAYOUT)} | {"num_layers": min(2, c.num_layers)}
-    one = _work_of(item, torch.device("cpu") if small else META, **fields)
+    one = cached_work(item, torch.device("cpu") if small else META, **fields)
     return one and {unit: work.times(c.micro_batch_size) for unit, work in one.items()}
 
 
 @cache
-def _work_of(item, device, **fields):
+def cached_work(item, device, **fields):
     try:
         return measured(Config(**fields), item, device)
     except Exception:  # the model is a user's, and runs; a tensor without values may lack what it does
@@ -123,7 +123,7 @@ def measured(c, item, device):
     batch, table, x = model.micro_batch(ids, ids, ids[:, 0]), {}, None
     of_batch = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     batch = replace(batch, **of_batch)
-    with mock.patch.object(comm, "_collective", lambda *_, result, **__: comm.Pending(result)):
+    with mock.patch.object(comm, "collective", lambda *_, result, **__: comm.Pending(result)):
         known = {storage_id(tensor): tensor for tensor in (*model.parameters(), batch.rows)}
         embedding, block, *_, head = model.units
         # the first block keeps what all blocks share

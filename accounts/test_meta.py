@@ -75,7 +75,7 @@ def mine(tmp_path, monkeypatch):
 
     yield write
     sys.modules.pop("mine", None)
-    meta._work_of.cache_clear()
+    meta.cached_work.cache_clear()
 
 
 def test_a_file_of_your_own_is_planned_and_predicted(mine, capsys):

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from errors import UserError, agreed
 
 # PyTorch 2.13 warns about the older names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -121,7 +121,7 @@ def all_reduce(x, axis, what, op="sum"):
     """Combine `x` elementwise over the axis, in place."""
     if axis.size == 1:
         return Pending(x)
-    return _collective("all_reduce", axis, what, dist.all_reduce, (x, OPS[op]), whole=x, result=x)
+    return collective("all_reduce", axis, what, dist.all_reduce, (x, OPS[op]), whole=x, result=x)
 
 
 def all_gather(x, axis, what, out=None):
@@ -129,7 +129,7 @@ def all_gather(x, axis, what, out=None):
     if axis.size == 1:
         return Pending(x)
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
-    return _collective("all_gather", axis, what, _all_gather, (whole, x.contiguous()), whole=whole, result=whole)
+    return collective("all_gather", axis, what, torch_all_gather, (whole, x.contiguous()), whole=whole, result=whole)
 
 
 def reduce_scatter(x, axis, what, out=None):
@@ -137,7 +137,7 @@ def reduce_scatter(x, axis, what, out=None):
     if axis.size == 1:
         return Pending(x)
     part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
-    return _collective("reduce_scatter", axis, what, _reduce_scatter, (part, x.contiguous()), whole=x, result=part)
+    return collective("reduce_scatter", axis, what, torch_reduce_scatter, (part, x.contiguous()), whole=x, result=part)
 
 
 def all_to_all(x, axis, what):
@@ -145,10 +145,10 @@ def all_to_all(x, axis, what):
     if axis.size == 1:
         return Pending(x)
     arrived = torch.empty_like(x)
-    return _collective("all_to_all", axis, what, dist.all_to_all_single, (arrived, x), whole=x, result=arrived)
+    return collective("all_to_all", axis, what, dist.all_to_all_single, (arrived, x), whole=x, result=arrived)
 
 
-def _collective(operation, axis, what, call, arguments, whole, result):
+def collective(operation, axis, what, call, arguments, whole, result):
     """Count and start a collective. whole: as in `Ledger.count`."""
     number = axis.watch.ledger.count(operation, axis, what, whole)
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
@@ -161,7 +161,7 @@ def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent."""
     x = x.contiguous()
     axis.watch.ledger.count("send", axis, what, x)
-    return _message("send", x, axis, to, what, tag)
+    return message("send", x, axis, to, what, tag)
 
 
 def receive(shape, like, axis, source, tag=0):
@@ -171,10 +171,10 @@ def receive(shape, like, axis, source, tag=0):
     matches them by tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return _message("receive", x, axis, source, "", tag)
+    return message("receive", x, axis, source, "", tag)
 
 
-def _message(operation, x, axis, peer, what, tag):
+def message(operation, x, axis, peer, what, tag):
     call, does = dist.irecv, "to send"
     if operation == "send":
         call, does = dist.isend, f"to receive {what}"

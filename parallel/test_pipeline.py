@@ -214,8 +214,8 @@ def test_a_step_begins_while_later_parameters_are_gathered(workers):
 
 def groups(config):
     """Return the number of groups of a step's gathers, of its sums, and of both together."""
-    gathers, sums = mock.Mock(wraps=comm._all_gather), mock.Mock(wraps=comm._reduce_scatter)
-    with mock.patch.multiple(comm, _all_gather=gathers, _reduce_scatter=sums):
+    gathers, sums = mock.Mock(wraps=comm.torch_all_gather), mock.Mock(wraps=comm.torch_reduce_scatter)
+    with mock.patch.multiple(comm, torch_all_gather=gathers, torch_reduce_scatter=sums):
         run = built(config)
         train.train_step(run, tiny_batches(run))
     of_gathers, of_sums = ({call.kwargs["group"] for call in calls.call_args_list} for calls in (gathers, sums))

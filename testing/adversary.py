@@ -42,7 +42,7 @@ from torch.distributed import irecv, isend
 from parallel import comm, tensor
 from parallel.mesh import Axis
 
-all_gather = comm._all_gather  # torch's own
+all_gather = comm.torch_all_gather  # torch's own
 
 PATIENCE = timedelta(seconds=50)  # of one communication
 TAGS = 1000  # more than the program's
@@ -196,7 +196,7 @@ def name_of_call(group):
 
 
 CALLS = [(dist, name) for name in ("all_reduce", "all_to_all_single", "isend", "irecv")]
-CALLS += [(comm, "_all_gather"), (comm, "_reduce_scatter")]
+CALLS += [(comm, "torch_all_gather"), (comm, "torch_reduce_scatter")]
 
 
 @contextlib.contextmanager

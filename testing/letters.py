@@ -118,7 +118,7 @@ class Letters(TorchFunctionMode):
         return y
 
     def collective(self, operation, axis, what, call, arguments, whole, result):
-        """Do what `comm._collective` does, inside an autograd Function or in a forward for validation."""
+        """Do what `comm.collective` does, inside an autograd Function or in a forward for validation."""
         self.mixed = ()
         if self.whole:
             _, first, results = self.whole[0]
@@ -154,7 +154,7 @@ def forward(c, whole=(), training=True):
     letters, x = Letters(whole), None
     with (
         mock.patch.object(Function, "apply", classmethod(letters.apply)),
-        mock.patch.object(comm, "_collective", letters.collective),
+        mock.patch.object(comm, "collective", letters.collective),
         torch.random.fork_rng([]),
         torch.set_grad_enabled(training),
         letters,
