@@ -9,6 +9,7 @@ they are ended, and the next test starts new ones. A busy machine makes a test s
 """
 
 import gc
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -54,7 +55,8 @@ def work(rank, pipe, last):
             answer = False, str(error)
         except BaseException:  # a test's skip, too: the caller must not wait
             answer = False, traceback.format_exc()
-        pipe.send(answer)
+        torch.save(answer, data := io.BytesIO())  # pipe.send would open a file for each tensor
+        pipe.send_bytes(data.getbuffer())
         if not answer[0]:
             pipe.poll(None)  # the caller ends all ranks; a connection closed before would be another rank's error
         if dist.is_initialized():
@@ -142,7 +144,8 @@ class Workers:
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
-                    good, results[rank] = pipe.recv()
+                    answer = io.BytesIO(pipe.recv_bytes())
+                    good, results[rank] = torch.load(answer, weights_only=False)
                 except EOFError:
                     good, results[rank] = False, "CommunicationError: the process ended"
                 if not good:  # others may wait for this rank
