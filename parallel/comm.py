@@ -161,7 +161,7 @@ def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent."""
     x = x.contiguous()
     axis.watch.ledger.count("send", axis, what, x)
-    return message("send", x, axis, to, what, tag)
+    return _message("send", x, axis, to, what, tag)
 
 
 def receive(shape, like, axis, source, tag=0):
@@ -171,10 +171,10 @@ def receive(shape, like, axis, source, tag=0):
     matches them by tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return message("receive", x, axis, source, "", tag)
+    return _message("receive", x, axis, source, "", tag)
 
 
-def message(operation, x, axis, peer, what, tag):
+def _message(operation, x, axis, peer, what, tag):
     call, does = dist.irecv, "to send"
     if operation == "send":
         call, does = dist.isend, f"to receive {what}"

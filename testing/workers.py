@@ -37,7 +37,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 def work(rank, pipe, last):
     """Answer the calls that arrive by `pipe`, until it closes. last: the name of this rank's last communication."""
     torch.set_num_threads(1)
-    gc.freeze()  # a collection does not look at what the imports made
+    gc.freeze()  # `gc.collect` below leaves out what the imports made
     stay_on_this_host()
     tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a killed process would leave behind
     comm.lost_peer = noting(comm.lost_peer, last)
@@ -55,13 +55,14 @@ def work(rank, pipe, last):
             answer = False, str(error)
         except BaseException:  # a test's skip, too: the caller must not wait
             answer = False, traceback.format_exc()
-        torch.save(answer, data := io.BytesIO())  # pipe.send would open a file for each tensor
+        data = io.BytesIO()
+        torch.save(answer, data)  # pipe.send would open a file for each tensor
         pipe.send_bytes(data.getbuffer())
         if not answer[0]:
             pipe.poll(None)  # the caller ends all ranks; a connection closed before would be another rank's error
         if dist.is_initialized():
             dist.destroy_process_group()
-            gc.collect()  # the groups of a mesh end, with their threads, when nothing refers to it
+            gc.collect()  # a mesh is in a cycle of references: only this ends its groups and their threads
 
 
 def noting(lost_peer, last):
