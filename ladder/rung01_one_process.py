@@ -1,4 +1,4 @@
-"""1. One process (slide "深層学習の用語説明"). All other rungs print the same losses.
+"""1. One process (slide "深層学習の用語説明"). The other rungs print its losses (not 14, 20, 22).
 
 Sends   nothing.
 Memory  4P numbers (weights, gradients, two optimizer states): 2,719,744 bytes. Activations of 8 samples.
