@@ -76,7 +76,7 @@ def small(c):
     sizes = dict(
         num_layers=min(c.num_layers, 3 if width < 512 else 2), hidden_size=width, num_attention_heads=heads,
         seq_length=tokens, vocab_size=words, ffn_hidden_size=c.ffn_hidden_size * width // c.hidden_size,
-        num_query_groups=min(c.num_query_groups, heads),
+        num_query_groups=c.num_query_groups and math.gcd(c.num_query_groups, heads),
         clip_grad=min(c.clip_grad, 0.1),  # clips each step
     )  # fmt: skip
     return configuration.Config(**kept | TRAINING | sizes)

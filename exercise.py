@@ -30,10 +30,9 @@ import tomllib
 from pathlib import Path
 
 from exercises import hunt
-from testing.judging import ROOT, committed, contains, copied, run, run_tests
+from testing.judging import LIMIT, ROOT, committed, contains, copied, run, run_tests
 
 MINE = ROOT / "mine"
-LIMIT = 120  # seconds that a test may need
 COLUMNS = ["points", "lamps", "predictions", "also changed"]
 NOTE = 70  # characters of a table's cell
 LINES = 16  # of a red lamp's message
@@ -317,7 +316,7 @@ def main(arguments=None):
     parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
-    options = parser.parse_args(sorted(arguments, key=lambda word: word.startswith("--")))  # options come last
+    options = parser.known(*parser.parse_known_intermixed_args(arguments))
     words, limit = options.words, options.limit
     command = words.pop(0) if words and words[0] in ("start", "oral", "grade") else ""
     number, *folders = words or [""]

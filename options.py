@@ -120,7 +120,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, words=None):
-        options, unknown = self.parse_known_args(words)
+        return self.known(*self.parse_known_args(words))
+
+    def known(self, options, unknown):
+        """Return `options`. Raises UserError with a remedy for each of the `unknown` words."""
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
             raise UserError("; ".join(f"{flag}: {self.meaning(flag)}" for flag in flags))

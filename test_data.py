@@ -19,6 +19,7 @@ import torch
 
 from data import Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
 from errors import UserError
+from testing.tiny import wait_until
 
 LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data ranks, micro_batch_size
 
@@ -241,13 +242,6 @@ class Source:
 
 def endless():
     return training_samples(0, 0, 1, 2)
-
-
-def wait_until(condition):
-    limit = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit, "no success within 20 seconds"
-        time.sleep(0.001)
 
 
 def test_an_exception_in_the_thread_is_raised_in_the_caller():

@@ -352,14 +352,14 @@ def pictures_of(options):
         F, I, W = map(float, options.cost.split(","))
         if not (min(F, I, W) > 0 <= options.comm and F + I + W + options.comm < 1e9 * min(F, I, W)):
             raise ValueError("a duration is not positive, or 1e9 times another")
-        cost = {"F": F, "B": I + W, "I": I, "W": W}
-        shared = options.stages, options.microbatches, cost, options.comm, options.steps
-        pictures = []
-        for name in options.names:
-            several = name in schedules.SCHEDULES and schedules.usual_chunks(name) > 1
-            pictures.append(simulated_picture(name, options.chunks if several else 1, *shared))
-        if options.without_stashing:
-            pictures.append(simulated_picture("pipedream", 1, *shared, stashing=False))
+    cost = {"F": F, "B": I + W, "I": I, "W": W}
+    shared = options.stages, options.microbatches, cost, options.comm, options.steps
+    pictures = []
+    for name in options.names:
+        several = name in schedules.SCHEDULES and schedules.usual_chunks(name) > 1
+        pictures.append(simulated_picture(name, options.chunks if several else 1, *shared))
+    if options.without_stashing:
+        pictures.append(simulated_picture("pipedream", 1, *shared, stashing=False))
     return pictures
 
 

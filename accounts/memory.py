@@ -44,14 +44,14 @@ changes nothing here: it gathers them.
 **Whole gradients** of ZeRO-2 and 3 (row `WHOLE`) exist only while they are in use: at most three buckets and the tied
 word table. If a schedule splits B, a chunk has them from its I to its W.
 
-`whole_gradients` and `after_actions` write what `Bucket` and `Mailbox` do a second time, on purpose: a formula that
+`whole_gradients` and `after_actions` repeat, on purpose, what `Bucket` and `Mailbox` do: a formula that
 runs the program's own code would repeat its mistakes. `test_memory.py` holds them to measured bytes.
 
 **Not counted** (the log's line of memory contains them):
 
     - tensors that live only within one action (logits, gradients of activations)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
-    - with offload on a GPU, the CPU's buffer for gradients (`Bucket.staging`)
+    - with offload on a GPU, the CPU's buffer for gradients and weights (`HostBucket.staging`)
     - with Muon, whole matrices of one block during the update
 """
 

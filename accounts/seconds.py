@@ -47,7 +47,8 @@ class Step:
     """A step: `seconds`, their `parts` as {part: seconds}, and `bubble`, its share of the pipeline's time.
 
     layout, z: with b = 1; sent: {rank: table of `ledger.predict_sent`} of c's step; m: micro-batches of a
-    data rank. exact: simulate the schedule. lines: (name, formula, seconds) of each part; block: of what a block does.
+    data rank. exact: simulate the schedule. lines: (name, formula, seconds) of each part; block: of what a block and
+    the head do.
     """
 
     def __init__(self, c, layout, z, sent, device, m, exact=True):
@@ -119,6 +120,7 @@ class Step:
         again = {"none": 0.0, "elementwise": ELEMENTWISE * passes, "full": F + in_F + over_cp}[c.recompute]
         block = F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
         head = sum(self.unit(units["head"])[:3])
+        self.block.append(("F, I and W of the head", formula, head))
         embedding = (6 * z.item + 3 * z.wide) * tokens_of_rank(c) * c.hidden_size / self.memory
         counts, pipelines = [], sum(0 in of_chunk for of_chunk in layout.units)
         for rank in range(c.pp):

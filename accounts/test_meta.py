@@ -134,6 +134,6 @@ def test_a_dtype_changes_no_bytes_that_follow_from_the_device():
     assert limits.needed(replace(c, dtype="fp32"), 1, CPU) == limits.needed(c, 1, CPU)
 
 
-def test_configs_of_this_folder_run_without_values():
+def test_published_models_run_without_values():
     for name in ("gpt2_124m", "opt_125m", "tinyllama_1b1"):
         assert meta.work_of(configuration.load([f"configs/{name}.py"]), 2), name

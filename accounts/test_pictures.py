@@ -13,6 +13,7 @@ from accounts import curve, draw, memory, traffic
 from accounts.metrics import to_json
 from errors import UserError
 from model import unit_specs
+from parallel import schedules
 from testing.tiny import tiny_config
 
 
@@ -60,6 +61,12 @@ def test_a_drawing_has_the_bubble_and_the_activations_in_flight(tmp_path):
     words = texts(tmp_path / "x.svg")
     assert any(word.startswith("bubble 0.2000 of 15") for word in words)
     assert {"1f1b: 2 stages, 4 micro-batches", "forward", "rank 0"} <= set(words) and "update" not in words
+
+
+def test_a_defect_of_a_schedule_is_no_mistake_of_the_options(monkeypatch):
+    monkeypatch.setitem(schedules.SCHEDULES, "yours", lambda stages, microbatches, chunks=1: [][stages])
+    with pytest.raises(IndexError):
+        draw.main(["yours"])
 
 
 def test_a_backward_with_other_weights_is_marked(tmp_path):

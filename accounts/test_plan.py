@@ -30,6 +30,7 @@ SMALL = Config(num_layers=13, hidden_size=64, num_attention_heads=8, seq_length=
 @pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (2, 9), (4, 4), (4, 24), (6, 36)])
 def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
     """Sent and kept bytes equal ledger.predict_sent and memory.predict_kept of the whole step, in every row."""
+    checked = 0
     for chunks, dp, tp, zero, sp, recompute, b, dropout in [
         (1, 1, 1, 0, False, "none", 2, 0.1),
         (1, 3, 2, 3, True, "full", 1, 0.0),
@@ -45,6 +46,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
             configuration.check(c, dp * tp * p)
         except UserError:
             continue
+        checked += 1
         known, made = search.model_of(replace(base, dtype="bf16")), simulation.build(name, p, m, chunks)
         layout, short = Layout(c, dp, known.unit_specs, made), known.layout(dp, *fields.values())
         for rank in range(p):
@@ -56,6 +58,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
             assert known.bytes_kept(short, m, b, rank) == memory.predict_kept(
                 layout, made, rank, memory.sizes(c, 2, 4, False)
             )
+    assert checked or (name == "interleaved" and m % p), "the program refuses each of these layouts"
 
 
 # --- published tables: identities -------------------------------------------------------------------------------------
@@ -474,8 +477,8 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_needs(monkeypatch):
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_the_memory_needed_is_that_of_a_long_step(name):
-    c = replace(SMALL, pp=2, schedule=name, chunks=1, micro_batch_size=1, global_batch_size=48, dtype="bf16")
-    c = replace(c, chunks=2 if name in ("interleaved", "zb-v") else 1)
+    c = replace(SMALL, pp=2, schedule=name, chunks=schedules.usual_chunks(name))
+    c = replace(c, micro_batch_size=1, global_batch_size=48, dtype="bf16")
     kept = traffic.predict_step(c, 4, GPU).bytes_kept
     assert limits.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
 
@@ -488,6 +491,7 @@ def test_7b_fits_on_four_gpus_as_in_the_how_to():
 # --- the command line -------------------------------------------------------------------------------------------------
 
 COMMON = ["configs/gpt3_13b.py", "--gpus=16", "--device=a100-80g"]
+PARTS = "compute", *seconds.KINDS[3:], "bubble", "pipeline messages", "data parallel", "update", "everything else"
 
 
 def test_the_table(capsys):
@@ -510,5 +514,4 @@ def test_explain_reproduces_its_numbers(capsys):
     plan.main([*COMMON, "--tp=8", "--pp=2", "--recompute=full", "--explain"])
     text, _, _ = capsys.readouterr().out.partition(plan.TITLES)
     value = {line[:37].strip(): float(line[-12:]) for line in reversed(text.splitlines()) if line}
-    parts = value["compute"] + value["recomputation"] + value["tensor parallel"] + value["bubble"] + value["update"]
-    assert 0.5 * value["step"] < parts < value["step"]
+    assert sum(value[part] for part in PARTS) == pytest.approx(value["step"], rel=1e-3)

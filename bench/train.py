@@ -37,6 +37,7 @@ def measure(*words):
     c = replace(c, rampup_batch_size="", **STEADY | ({} if gpu else SMALL))
     c.global_batch_size = c.micro_batch_size
     configuration.check(c, 1)
+    configuration.require(c, "model", c.model == "model", "should be model: the other side is GPT-2 in plain PyTorch")
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     name = gpu or "no GPU: a small model on the CPU, whose times say nothing"
     print(f"{name}; PyTorch {torch.__version__}, {' '.join(words)}, bf16, a constant learning rate")

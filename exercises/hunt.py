@@ -26,9 +26,9 @@ import sys
 import time
 
 from errors import UserError, reading, regular
-from options import Parser
+from options import Parser, within
 from testing.defects import DEFECTS, planted
-from testing.judging import ROOT, committed, copied, git, run_tests
+from testing.judging import LIMIT, ROOT, committed, copied, git, run_tests
 
 MINE, DATA = ROOT / "mine", ROOT / "data/stdlib_bytes"
 SPOILERS, TESTS = "exercise.py exercises testing/*defects*", " testing conftest.py *test_*.py"
@@ -103,7 +103,7 @@ def tests_of(defect, files):
     return [defect.test, *sorted({d.test for d in DEFECTS if d.file in files and "::" in d.test} - {defect.test})]
 
 
-def judge(record, limit=120):
+def judge(record, limit=LIMIT):
     """Judge a record's files {name: text} in a copy of the last commit. Return the messages of red tests."""
     (defect, _, _), program = hunted(record["level"], record["seed"]), git("ls-files", "*.py").decode().split()
     files = {name: record["files"][name] for name in {*program} & {*record["files"]} if not TEST.match(name)}
@@ -113,7 +113,7 @@ def judge(record, limit=120):
         return [message for _, message in run_tests(folder, tests, limit=limit) if message is not None]
 
 
-def done(record, sentence):
+def done(record, sentence, limit=LIMIT):
     """Judge mine/hunt, and keep the record. Return (text to show, whether it is right)."""
     copy, (defect, _, _) = MINE / "hunt", hunted(record["level"], record["seed"])
     names = git("diff", "--name-only", "hunt", folder=copy).decode().split()
@@ -121,7 +121,7 @@ def done(record, sentence):
     record |= {"minutes": round((time.time() - record["began"]) / 60), "tries": record["tries"] + 1}
     write(record)
     said = "{minutes} minutes, hints: {hints}, tries: {tries}".format(**record)
-    if red := judge(record):
+    if red := judge(record, limit):
         tells = record["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
         return f"not yet まだです: {said}; red tests 失敗したテスト: {len(red)}\n{red[0] if tells else ''}", False
     over = kept(record["level"], record["seed"])
@@ -149,6 +149,7 @@ def main(words):
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
     parser.add_argument("--done", metavar="SENTENCE", help="judge mine/hunt; say which experiment excluded what")
     parser.add_argument("--hint", action="store_true", help="tell the file of the defect")
+    parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT, help="seconds that a test may need")
     options = parser.parse_args(words)
     if not (options.hint or options.done):
         return print(begin(options.seed, options.level))
@@ -158,6 +159,6 @@ def main(words):
     if options.hint:
         write(record | {"hints": 1})
         return print(f"file: {hunted(record['level'], record['seed'])[0].file}")
-    text, right = done(record, options.done)
+    text, right = done(record, options.done, options.limit)
     print(text)
     sys.exit(not right)

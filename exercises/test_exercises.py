@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from errors import UserError
 from exercises import formulas, show
 from testing import judging
 from testing.judging import committed, copied, replaced, run_tests
+from testing.tiny import wait_until
 
 pytestmark = needs_git
 NUMBERS = exercise.numbers()
@@ -110,13 +110,6 @@ def test_an_answer_that_stops_the_test_is_red(number, edits, words):
     assert any(re.search(words, message) for message in red.values()), red
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def running(pid):
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
     return state.strip()[:1] not in ("", "Z")
@@ -202,11 +195,12 @@ def test_a_class_is_graded(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def judge(number, text, limit):
+        assert limit == 60
         message = "no\nright  10\x1b[1m" if "\x1b" in text else None
         return [(lamp, message) for lamp in EXERCISES[int(number)]["lamp"]]
 
     monkeypatch.setattr(exercise, "judge", judge)
-    exercise.main(["grade", "8", *texts, "empty", "missing"])
+    exercise.main(["grade", "8", "--limit", "60", *texts, "empty", "missing"])
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "folder" and [row.split()[0] for row in rows] == [*texts, "empty", "missing"]
     right, other, begun, broken, forged, empty, missing = (re.split("  +", row)[1:] for row in rows)

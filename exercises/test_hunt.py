@@ -83,7 +83,7 @@ def test_a_mend_may_break_nothing_else():
 def ended(sentence):
     """Judge the open hunt. Return the exit code."""
     with pytest.raises(SystemExit) as end:
-        hunt.main(["--done", sentence])
+        hunt.main(["--done", sentence, "--limit=200"])
     return end.value.code
 
 

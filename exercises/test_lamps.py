@@ -22,13 +22,9 @@ from parallel.tensor import Linear
 from testing import letters
 from testing.compare import differences, same_tensor
 from testing.record import check_model, first_step, one_process, record
-from testing.tiny import AfterActions, built, stirred, storages, tiny_batches, tiny_config, wrong_gradients
+from testing.tiny import AfterActions, built, drawn, stirred, storages, tiny_batches, tiny_config, wrong_gradients
 
 pytestmark = pytest.mark.slow  # other tests show the same
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 TRAINED = {  # on two ranks

@@ -63,8 +63,7 @@ from torch.nn import Parameter
 
 import train
 from config import Config
-from parallel.mesh import Mesh
-from testing.tiny import few, slow
+from testing.tiny import built, few, slow
 
 LADDER = Path(__file__).parent
 RUNGS = {path.stem: path.read_text("utf-8") for path in sorted([*LADDER.glob("rung*.py"), LADDER / "tp_mlp.py"])}
@@ -302,8 +301,7 @@ def program_and_ladder():
         vocab_size=gpt.VOCAB, global_batch_size=gpt.BATCH, micro_batch_size=gpt.BATCH, train_iters=STEPS,
         lr=0.01, lr_decay_style="constant", weight_decay=0.0, clip_grad=0.0, init_method_std=0.2, dtype="fp64",
     )  # fmt: skip
-    run = train.build_run(config, Mesh.of(config), torch.device("cpu"))
-    run.zero.initialize(config.seed)
+    run = built(config)
     weights = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
     batches = (run.model.micro_batch(ids, targets) for ids, targets in gpt.batches())
     program = [train.train_step(run, batches).read().loss for _ in range(STEPS)]

@@ -17,11 +17,7 @@ from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
 from testing.compare import same_tensor
 from testing.record import record
-from testing.tiny import built, tiny_batches, tiny_config
-
-
-def drawn(n, seed):
-    return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from testing.tiny import built, drawn, tiny_batches, tiny_config
 
 
 def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
@@ -32,12 +28,12 @@ def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
 
 def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
     """One range decays, one does not. A skipped update changes nothing."""
-    w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
+    w, m, v, lr, b1, b2, eps = drawn(48), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
     m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32).double()
     ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
     plain, plain_moments = w.clone(), [m.clone(), v.clone()]
     for t in range(1, 6):
-        g = drawn(48, t)
+        g = drawn(48, seed=t)
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g**2
         w = w - lr * (decay * w + (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps))
@@ -59,11 +55,11 @@ def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
 
 
 def test_sgd_is_torch_sgd():
-    w, theirs = drawn(5, 0), torch.nn.Parameter(drawn(5, 0))
+    w, theirs = drawn(5), torch.nn.Parameter(drawn(5))
     rule = torch.optim.SGD([theirs], lr=1e-2, weight_decay=0.1)
     for update in range(5):
         before = w.clone()
-        theirs.grad = drawn(5, update + 1)
+        theirs.grad = drawn(5, seed=update + 1)
         rule.step()
         optimizer.sgd(w, theirs.grad * 4, [], lr=1e-2, decay=0.1, scale=0.25)
         wrong = {
@@ -217,7 +213,7 @@ def test_weight_decay_spares_biases_and_layer_norms():
 
 def test_the_norm_of_a_long_buffer_keeps_its_digits():
     """A CPU's `vector_norm` of these numbers has an error of 2e-4."""
-    x = drawn(6_400_000, 1).float()
+    x = drawn(6_400_000, seed=1).float()
     assert math.isclose(reference.squared_norms([x]).sum(), x.double().square().sum(), rel_tol=1e-6)
 
 

@@ -156,7 +156,7 @@ def unfinished(schedule, order, per_pair=False):
     ends and both ends have started it. An action runs when its message has arrived. No step makes another step
     impossible. So the result depends neither on the order of the tries nor on the speed of ranks and messages.
     """
-    queues, posted, done, position = {}, {}, {}, [0] * len(schedule.actions)
+    queues, position = {}, [0] * len(schedule.actions)
     for message in order:
         for rank, other in (message[:2], message[1::-1]):
             queues.setdefault((rank, other if per_pair else None), []).append(message)

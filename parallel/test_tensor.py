@@ -19,13 +19,7 @@ from parallel.mesh import Mesh, everyone
 from parallel.tensor import EmbeddingLookup, Linear, LinearCrossEntropy, ParamSpec, next_token_losses
 from reference import Drop
 from testing.compare import Different, same_tensor
-from testing.tiny import tiny_config
-
-SEED = 11
-
-
-def random(*shape, seed=SEED, **options):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), **options)
+from testing.tiny import drawn, tiny_config
 
 
 def with_buffer(p):
@@ -58,7 +52,7 @@ def other_slices(tp, whole, dim=0):
 
 def whole_linear(n, i, o):
     """Return x, w, bias, dy, and the results of F.linear: y, dx, dw, db."""
-    x, w, bias, dy = random(n, i).requires_grad_(), random(o, i, seed=1), random(o, seed=2), random(n, o, seed=3)
+    x, w, bias, dy = drawn(n, i).requires_grad_(), drawn(o, i, seed=1), drawn(o, seed=2), drawn(n, o, seed=3)
     w, bias = w.requires_grad_(), bias.requires_grad_()
     y = F.linear(x, w, bias)
     y.backward(dy)
@@ -148,15 +142,15 @@ def test_dw_is_computed_while_dx_is_sent(monkeypatch, enter):
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
         monkeypatch.setitem(tensor.COLLECTIVES, name, lambda x, tp, what, name=name: Watched(x, name, calls))
     monkeypatch.setattr(tensor, "add_product", lambda w, dy, x: calls.append("dW"))
-    out = Linear.apply(random(8, 6).requires_grad_(), with_buffer(random(4, 6)), None, enter, None, Mesh().tp)
+    out = Linear.apply(drawn(8, 6).requires_grad_(), with_buffer(drawn(4, 6)), None, enter, None, Mesh().tp)
     calls.clear()
-    out.backward(random(8, 4))
+    out.backward(drawn(8, 4))
     assert calls == ORDER[enter], f"backward makes: {', '.join(calls)}; should be: {', '.join(ORDER[enter])}"
 
 
 def test_an_input_that_was_changed_in_place_is_not_recomputed():
     ops = operations.choose(tiny_config(1, recompute="elementwise"), torch.device("cpu"), "fp64")
-    x, w = random(8, 6).requires_grad_(), with_buffer(random(4, 6))
+    x, w = drawn(8, 6).requires_grad_(), with_buffer(drawn(4, 6))
     y = ops.swiglu(x, x).mul_(2)
     Linear.apply(y, w, None, None, None, Mesh().tp).sum().backward()
     same_tensor("dW", w.grad, y.detach().sum(0).expand(4, 6))
@@ -207,8 +201,8 @@ EDGES = [0, 1, 3, 4, 6, 7, 8, 10]  # with the first and the last id of every sli
 
 def check_embedding(leave):
     tp = all_ranks_as_tp()
-    table, ids = random(V, 6), torch.tensor([*EDGES, 3, 3, 0, 10])
-    dy = random(len(ids), 6, seed=1)
+    table, ids = drawn(V, 6), torch.tensor([*EDGES, 3, 3, 0, 10])
+    dy = drawn(len(ids), 6, seed=1)
     whole = table.clone().requires_grad_()
     y = F.embedding(ids, whole)
     y.backward(dy)
@@ -244,7 +238,7 @@ def check_linear_cross_entropy(enter, scale):
     """x is the identity matrix, so the logits are the table's columns: random, times `scale`, some +-1e4."""
     tp, n = all_ranks_as_tp(), len(EDGES) + 4
     weights = torch.linspace(0.1, 2, n, dtype=torch.float64)  # the gradient that arrives at each token's loss
-    table, targets = random(V, n) * scale, torch.tensor([*EDGES, 3, 3, 0, 10])
+    table, targets = drawn(V, n) * scale, torch.tensor([*EDGES, 3, 3, 0, 10])
     table[REAL:] = 1e6  # padding must get no probability
     table[:REAL, 0] = -1e4
     table[5, 1] = 1e4
@@ -312,7 +306,7 @@ def test_linear_cross_entropy_is_the_whole_one(workers, tp, enter, scale, rows):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_cross_entropy_computes_in_float32(dtype):
-    logits, targets = (random(4, 50000) * 3).to(dtype), torch.arange(4)
+    logits, targets = (drawn(4, 50000) * 3).to(dtype), torch.arange(4)
     losses = reference.cross_entropy_(logits.clone(), targets, 50000)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     assert losses.dtype == torch.float32 and torch.allclose(losses.double(), exact, rtol=1e-6)
@@ -323,7 +317,7 @@ def test_cross_entropy_computes_in_float32(dtype):
 
 def test_attention_is_causal_softmax():
     b, s, heads, d = 2, 5, 3, 4
-    qkv = random(b, s, 3, heads, d)
+    qkv = drawn(b, s, 3, heads, d)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     products, later = q @ k.transpose(2, 3), torch.ones(s, s).triu(1).bool()
 
@@ -357,7 +351,7 @@ def test_dropout_masks_are_functions_of_seed_site_row_and_column():
 
 
 def test_dropout_scales_and_its_backward_uses_the_same_mask():
-    x, rows = random(6, 8).requires_grad_(), torch.arange(6)
+    x, rows = drawn(6, 8).requires_grad_(), torch.arange(6)
     drop = Drop(rows, 0.25, seed=1, site=2)
     y = reference.dropout(x, drop)
     same_tensor("dropout", y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from errors import UserError, exit_on_user_error, reading
 from testing.judging import ROOT, copied, replaced, run_tests
 
 LATE = "testing/test_adversary.py"  # here a result appears only at `wait`
@@ -74,13 +75,17 @@ def failure(defect):
 
 
 def main():
-    """List the defects, or plant the named ones."""
+    """List the defects, or plant the named ones. Raises UserError."""
     names, by_name = sys.argv[1:], {defect.name: defect for defect in DEFECTS}
     if not names:
         print("\n".join(f"{d.name:<36} {d.file:<22} {d.test}" for d in DEFECTS))
-    for name in by_name if names == ["all"] else names:
-        print(f"--- {name}\n{failure(by_name[name])}\n", flush=True)
+    names = [*by_name] if names == ["all"] else names
+    if unknown := [name for name in names if name not in by_name]:
+        raise UserError(f"{unknown[0]}: no such defect; python -m testing.defects lists all")
+    for name in names:
+        with reading(by_name[name].file):  # of a reader: it may lack the lines
+            print(f"--- {name}\n{failure(by_name[name])}\n", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    exit_on_user_error(main)

@@ -30,9 +30,10 @@ REPORT = Path("report.jsonl").absolute()  # of the copy, if pytest loads this fi
 BEGUN = "begun"
 # A shell's script: run a command, and kill its group when stdin closes. sh gives a command with & no stdin of its own.
 ENDS_WITH_PARENT = 'exec 3<&0; { read _ <&3; kill -9 0; } & exec "$@" </dev/null 3<&-'
-# Memory and size of a file of a process with a limit, 4 GiB each, in sh's units: without an end they would harm others.
+# A process with a time limit may have 4 GiB of memory, and write files of 4 GiB (in sh's units): it may never end.
 LIMITS = f"{{ ulimit -Sd {4 * 2**20}; ulimit -Sf {8 * 2**20}; }} 2>/dev/null; "
 ERROR = r"(?m)^E\s+(.*)"  # a line of the message in pytest's text of a failure
+LIMIT = 120  # seconds that a test of an answer may need (--limit)
 STOPS = 2  # tests without an answer, until the rest is left out
 
 

@@ -30,7 +30,7 @@ from parallel.mesh import Axis
 
 APPLY = Function.apply.__func__
 ROOT = Path(__file__).parents[1]
-# no lines of the reader's; .venv may be in the project's folder
+# files that the reader did not write; .venv may lie in the project's folder
 OTHERS = r"/site-packages/|/testing/(adversary|letters|record|tiny|workers)\.py|/check\.py|/errors\.py"
 CUT = dict(seq_length=8, micro_batch_size=2, vocab_size=100, max_position_embeddings=0, dropout=0.1)
 PART = "each rank has only its part of the gradient of I, and nobody sums the parts"
@@ -170,9 +170,10 @@ def forward(c, whole=(), training=True):
 def findings(config):
     """Return a line for each mistake that two tp ranks would make, none if all is right. It needs no other rank.
 
-    Raises UserError if two ranks can't have whole heads.
+    Raises UserError if two ranks can't have whole heads and groups.
     """
     divides("tp", 2, "num_attention_heads", config.num_attention_heads)
+    divides("tp", 2, "num_query_groups", config.query_groups)
     c, found = replace(config, **layout_of(Config()) | CUT, num_layers=min(2, config.num_layers)), {}
     for sequence_parallel in (False, True):
         one = replace(c, sequence_parallel=sequence_parallel)

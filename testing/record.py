@@ -4,7 +4,7 @@
     check_layout(workers, 4, tiny_config(2, 2))            fails unless the layout trains the model of one process, its
                                                            bytes are those of the formulas, and no order can deadlock
 
-`adversary.run` may stand before `record` (`testing/adversary.py`). A *change* is a context in which the model differs.
+With ADVERSARY=1 each rank runs under `testing/adversary.py`. A *change* is a context in which the model differs.
 Two other programs run a layout in their own ways: `testing/dry_run.py` (one rank without its peers) and `bench/`
 (without instruments).
 """

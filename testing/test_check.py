@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import check
+import config
 from conftest import needs_git
 from testing.judging import ROOT, copied, replaced, run
 from testing.tiny import tiny_config, write_tokens
@@ -49,6 +50,11 @@ def test_the_size_shrinks_and_the_rules_stay():
     c = check.small(tiny_config(1, hidden_size=12288, num_attention_heads=96, vocab_size=50257, seq_length=2048))
     padding = c.padded_vocab_size - c.vocab_size
     assert (c.hidden_size, c.head_size, c.seq_length, padding) == (768, 128, 80, 50304 - 50257)
+    llama = dict(model="llama", hidden_size=1536, num_attention_heads=12, ffn_hidden_size=48)
+    for groups, smaller in ((4, 2), (12, 6), (0, 0)):
+        c = check.small(tiny_config(1, num_query_groups=groups, **llama))
+        assert (c.num_attention_heads, c.num_query_groups) == (6, smaller)
+        config.check(c, 1)
 
 
 def test_the_traceback_of_a_rank_is_one_line():

@@ -10,8 +10,7 @@ import torch
 
 import reference
 import train
-from parallel.mesh import Mesh
-from testing.tiny import tiny_batches, tiny_config
+from testing.tiny import built, tiny_batches, tiny_config
 
 pytestmark = pytest.mark.cuda
 
@@ -20,8 +19,7 @@ LLAMA = dict(model="llama", num_query_groups=2, ffn_hidden_size=48)
 
 def trained(device, mode, **fields):
     """Return (loss, gradient norm) of three steps. mode: of waiting for the GPU, after the first one."""
-    run = train.build_run(tiny_config(1, dtype="fp32", **fields), Mesh(), torch.device(device))
-    run.zero.initialize(run.config.seed)
+    run = built(tiny_config(1, dtype="fp32", **fields), device=torch.device(device))
     batches = iter([*itertools.islice(tiny_batches(run), 9)])
     pending = [train.train_step(run, batches)]  # compiles
     torch.cuda.set_sync_debug_mode(mode)

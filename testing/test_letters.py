@@ -86,7 +86,8 @@ def edited(edits):
         yield tiny_config(1, model="edited")
 
 
-FIELDS = [{}, dict(dropout=0.1), dict(activation="relu")]
+LLAMA = dict(model="llama", num_query_groups=2, ffn_hidden_size=24)
+FIELDS = [{}, dict(dropout=0.1), dict(activation="relu"), LLAMA, LLAMA | dict(untie_embeddings_and_output_weights=True)]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
@@ -120,6 +121,13 @@ def test_a_loss_of_a_ranks_own_columns_is_wrong():
     assert "losses differ between the tp ranks" in found and "losses(logits, *rest) - 0.1 * mean" in found
 
 
-def test_three_heads_are_refused():
-    with pytest.raises(UserError, match="num_attention_heads = 3 is not a multiple of tp = 2"):
-        letters.findings(tiny_config(1, num_attention_heads=3, hidden_size=12))
+@pytest.mark.parametrize(
+    "what, fields",
+    [
+        ("num_attention_heads = 3", dict(num_attention_heads=3, hidden_size=12)),
+        ("num_query_groups = 1", LLAMA | dict(num_query_groups=1)),
+    ],
+)
+def test_heads_that_two_ranks_cannot_share_are_refused(what, fields):
+    with pytest.raises(UserError, match=f"{what} is not a multiple of tp = 2"):
+        letters.findings(tiny_config(1, **fields))

@@ -216,7 +216,7 @@ def test_the_readme_has_a_row_for_each_chapter_of_the_slides():
 def facts(text):
     """Return a page's links, the commands in its sentences, and its numbers without those of lines of code."""
     links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("README", "SLIDES", "#"))}
-    prose = re.sub(r"(?m)```.*?```|^\| `[\w/.]+` \|.*|about 2,300 lines", "", re.sub(r"(?s)```.*?```", "", text))
+    prose = re.sub(r"(?m)^\| `[\w/.]+` \|.*|about 2,300 lines", "", re.sub(r"(?s)```.*?```", "", text))
     commands = re.findall(r"`((?:python|pytest|torchrun|short_run|ADVERSARY=1) [^`]*)`", " ".join(prose.split()))
     return links, set(commands), set(re.findall(r"(?a)(?<![\w.,-])\d[\d,.]*\d(?!\w)", re.sub(r"`[^`]*`", "", prose)))
 

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,13 @@ def write_tokens(folder, train=4000, val=700, vocab_size=100, seed=0):
     return str(folder)
 
 
+def wait_until(condition, seconds=30):
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, f"no success within {seconds} seconds"
+        time.sleep(0.001)
+
+
 # --- one model, many layouts ------------------------------------------------------------------------------------------
 
 
@@ -81,6 +89,10 @@ def tiny_batches(run, reader=None):
         numbers = torch.from_numpy(numbers)
         tokens, numbers = table[numbers % len(table)].to(run.device), numbers.to(run.device)
         yield run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], numbers)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def built(config, mesh=None, device=CPU):
