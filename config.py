@@ -308,7 +308,7 @@ def check_values(c):
             fits = (value > 0 or name not in POSITIVE) and least <= value < most
             words = "above 0" if name in POSITIVE else f"{least} or more"
             require(c, name, fits, f"should be {words} and below {most:g}")
-    exists = c.model.isidentifier() and find_spec(c.model)
+    exists = c.model.isidentifier() and not c.model.startswith("__") and find_spec(c.model)
     require(c, "model", exists, f"there is no file {c.model}.py beside train.py")
     for model, names in READ_BY.items():
         for name in names if c.model in READ_BY and c.model != model else ():
@@ -323,6 +323,8 @@ def check(c, world):
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
     require(c, "train_iters", c.train_iters or c.train_epochs or c.eval_only, "should be above 0")
+    lower = c.min_loss_scale <= c.initial_loss_scale
+    require(c, "min_loss_scale", lower, f"should be at most initial_loss_scale={c.initial_loss_scale}")
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
@@ -368,16 +370,16 @@ def check_layout(c, world):
     m = number_of_micro_batches(c, batch, data_ranks)
     short = min(m, c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     require(c, "chunks", c.chunks <= c.num_layers + 2, f"should be at most num_layers + 2 = {c.num_layers + 2}")
-    parts = parts_of(schedules.SCHEDULES.get(c.schedule), c.schedule, c.pp, short, c.chunks)
+    parts = parts_of(c.schedule, c.pp, short, c.chunks)
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return data_ranks
 
 
 @functools.cache
-def parts_of(function, *sizes):
-    """Return into how many parts a schedule cuts the model. Raises UserError. function: its own, for the cache."""
-    return max(simulation.build(*sizes).parts) + 1
+def parts_of(schedule, stages, microbatches, chunks):
+    """Return into how many parts a schedule cuts the model. Raises UserError."""
+    return max(simulation.build(schedule, stages, microbatches, chunks).parts) + 1
 
 
 def remedy(c, batch, dp):

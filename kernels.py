@@ -596,7 +596,7 @@ def adamw_flat(
 ):  # fmt: skip
     """W, G, M, V [size] float32; OUT [size] of any dtype, or None; LR .. CORRECTION2: `reference.UpdateScalars`.
 
-    Elements begin .. end and begin2 .. end2 have weight decay.
+    UPDATE is not used. Elements begin .. end and begin2 .. end2 have weight decay.
     """
     if tl.load(SKIP) == 0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -621,14 +621,23 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """The ranges that decay must join to two: of a bucket's parameters, those cut over tp, and the replicated ones."""
-    bounds = []
+    """Do the same as `reference.adamw_`, in one launch if the ranges join, and those that decay join to two.
+
+    So it is in GPT-2: those that decay are cut over tp, or replicated.
+    """
+    launches = []  # [begin, end, bounds of the parts that decay]
     for begin, end, decays in ranges:
-        if decays and begin in bounds[-1:]:
+        joins = launches and launches[-1][1] == begin
+        bounds = launches[-1][2] if joins else []
+        if not joins or (decays and len(bounds) == 4 and bounds[-1] < begin):
+            launches.append([begin, end, bounds := []])
+        launches[-1][1] = end
+        if decays and bounds[-1:] == [begin]:
             bounds[-1] = end
         elif decays:
             bounds += begin, end
-    assert len(bounds) <= 4
-    bounds += [0] * (4 - len(bounds))
-    arguments = weight, gradient, *moments, out, *scalars, len(weight), *bounds, decay, beta1, beta2, eps
-    adamw_flat[(triton.cdiv(len(weight), ADAMW["BLOCK"]),)](*arguments, **ADAMW)
+    for begin, end, bounds in launches:
+        bounds = [bound - begin for bound in bounds] + [0] * (4 - len(bounds))
+        buffers = (x if x is None else x[begin:end] for x in (weight, gradient, *moments, out))
+        arguments = *buffers, *scalars, end - begin, *bounds, decay, beta1, beta2, eps
+        adamw_flat[(triton.cdiv(end - begin, ADAMW["BLOCK"]),)](*arguments, **ADAMW)

@@ -104,7 +104,7 @@ FORMER = {
 
 
 def where_now(rung):
-    return f"see {rung}; the last commit whose train.py has it is 586328a"
+    return f"see {rung}; train.py of commit 586328a still has it"
 
 
 class Parser(argparse.ArgumentParser):

@@ -790,6 +790,9 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir
             name, out = "validation" if split == "val" else "test", capsys.readouterr().out
             said = float(re.search(rf" {name} loss at iteration 4 \| lm loss value: (\S+)", out)[1])
             assert split == "test" or said == pytest.approx(trained, rel=1e-2 if dtype == "bf16" else 1e-6)
+        go(replace(config, out_dir=str(tmp_path / "new"), initial_weights=str(tmp_path), eval_only=True))
+        said = re.search(r" validation loss at iteration 0 \| lm loss value: (\S+)", capsys.readouterr().out)[1]
+        assert float(said) == pytest.approx(trained, rel=1e-6)
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
 
 

@@ -24,7 +24,6 @@ import reference
 from log import InStep, Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from operations import DTYPES
-from parallel import schedules
 from parallel.comm import agree, all_reduce
 from parallel.layout import Layout, build_for, number_of_micro_batches
 from parallel.mesh import Mesh, everyone
@@ -182,7 +181,6 @@ class Run:
     dtype: str
     model: GPT
     layout: Layout
-    schedule: schedules.Schedule  # of a whole batch; steps of a ramp-up have fewer micro-batches
     zero: Zero
     loss_scale: LossScale
     timers: Timers
@@ -208,7 +206,7 @@ def build_run(config, mesh, device):
     executor = Executor(model, zero, config, mesh, layout, schedule)
     scale = LossScale(config, dtype)
     rates = learning_rate(config, torch.arange(1, config.train_iters + 1)).to(device)
-    return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
+    return Run(config, mesh, device, dtype, model, layout, zero, scale, timers, executor, rates)
 
 
 def save(run, tokens, keep):
@@ -229,8 +227,7 @@ def save(run, tokens, keep):
 
 def restore(run, path):
     """Load weights, moments and counters from the checkpoint `path`, which may be of any layout."""
-    index = checkpoint.read_index(path)
-    checkpoint.load_checkpoint(path, run.model, run.zero)
+    index = checkpoint.load_checkpoint(path, run.model, run.zero)
     run.zero.parameters_from_master()
     counters = index["counters"]
     run.zero.updates.fill_(counters.pop("updates"))

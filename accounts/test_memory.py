@@ -62,7 +62,7 @@ def alive():
 
 def predicted(run):
     sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
-    return memory.predict_kept(run.layout, run.schedule, run.mesh.pp.rank, sizes)
+    return memory.predict_kept(run.layout, run.executor.training_schedule, run.mesh.pp.rank, sizes)
 
 
 def started(config, mesh=None):

@@ -315,7 +315,8 @@ def meshes(name):
     for rank in range(8):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
         try:
-            found.append(Mesh(**MESHES[name][0]))
+            with mock.patch("parallel.mesh._set_pg_timeout"):
+                found.append(Mesh(**MESHES[name][0]))
         finally:
             dist.destroy_process_group()
     return found

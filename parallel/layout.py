@@ -140,13 +140,15 @@ class Layout:
                 self.holders_of[name].add(self.placement[chunk])
 
     def check_holders(self):
-        """Raise UserError if torch would give a group of holders several names.
+        """Raise UserError if the ranks of a group of holders would not find each other.
 
-        The name has the number of groups that a rank made before.
+        torch computes the group's name from its ranks, and from how many groups the process made before. So all its
+        ranks must have made equally many.
         """
         made, first = Counter(), {}  # first: {holders: a bucket}
         for name in sorted(self.holders_of):
-            first.setdefault(tuple(self.holders(name)), name)
+            if len(holders := self.holders(name)) < self.config.pp:  # all pipeline ranks have a group already
+                first.setdefault(tuple(holders), name)
         for ranks, name in first.items():
             if len({made[rank] for rank in ranks}) > 1:
                 why = f"pipeline ranks {list(ranks)} share {name}, and some of them share more with others"

@@ -13,9 +13,10 @@ order=pp-dp-tp, as in Megatron-LM, dp lies inside pp.
 With context parallelism, cp ranks (next to tp) share each sample. Their parameters are equal, as
 over dp. So the *data ranks*, which sum gradients, are the dp cp ranks of the axis `data`.
 
-NCCL runs the communications of a process group one after another. So two axes have a second group:
-pp for messages to lower ranks (`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum gradients,
-because a sum must not delay the next gather.
+NCCL runs the communications of a process group one after another. So some axes have a group of
+their own, though another axis has the same ranks: pp for messages to lower ranks (`Mesh.pp_to_lower`),
+in ZeRO-3 the ranks that sum gradients, because a sum must not delay the next gather, and cp, because
+attention waits for it.
 """
 
 import functools
@@ -76,13 +77,12 @@ class Mesh:
         self.watch, self.timeout, self._groups = Watch(), timedelta(seconds=timeout), {}
         if size > 1:
             self._groups[tuple(range(size)), 0] = dist.group.WORLD
-            if dist.get_backend() != "fake":  # a dry run, where no rank waits
-                _set_pg_timeout(self.timeout, dist.group.WORLD)
+            _set_pg_timeout(self.timeout, dist.group.WORLD)
         self.world = self._axis("world", range(size), rank)
         self.data = self._axis("data", ranks[:, pp_rank, :, tp_rank].flatten(), dp_rank * cp + cp_rank)
         self.pp = self._axis("pp", ranks[dp_rank, :, cp_rank, tp_rank], pp_rank)
         self.pp_to_lower = self.second(self.pp)
-        self.cp = self._axis("cp", ranks[dp_rank, pp_rank, :, tp_rank], cp_rank)
+        self.cp = self._axis("cp", ranks[dp_rank, pp_rank, :, tp_rank], cp_rank, 2)
         self.tp = self._axis("tp", ranks[dp_rank, pp_rank, cp_rank, :], tp_rank)
 
     @classmethod
@@ -97,7 +97,7 @@ class Mesh:
     def cut_data(self, shards):
         """Cut the data ranks into groups of `shards` consecutive ranks. Return two axes of this rank.
 
-        The first is its group, the second has the rank with the same index in each group.
+        The first is this rank's group. The second has one rank of each group: that with this rank's index.
         """
         groups = np.array(self.data.ranks).reshape(-1, shards)
         group, index = divmod(self.data.rank, shards)

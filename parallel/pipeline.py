@@ -96,7 +96,6 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.training_schedule = schedule
-        self.step = PipelineStep(schedule)
         self.real_losses = False  # the head computes with its losses, so forward computes them, too
         connect(mesh, schedule, zero.device)
 
@@ -269,7 +268,10 @@ def axis_to(mesh, source, destination):
 
 
 def connect(mesh, schedule, device):
-    """Send one number between the ranks of each pair. On NCCL, both programs stand still at a pair's first message."""
+    """Send one number between the ranks of each pair.
+
+    On NCCL, the first message between two ranks stops each program until the other has come to it, too.
+    """
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
     pairs = {(schedule.placement[a], schedule.placement[b]) for a, b in below if b is not None}
     # sorted: with one order on all ranks, they wait in no circle

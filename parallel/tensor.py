@@ -64,7 +64,7 @@ class ParamSpec:
     mean: float = 0.0
     partial: bool = False  # whole, but inside a pair (QK-norm): a rank has part of its gradient
     matrix: bool = False  # Muon updates it as a matrix, or as several
-    padding: int = 0  # last rows that no token uses: 0 at the start, so always 0 (LAMB counts their norm)
+    padding: int = 0  # last rows that no token uses. They stay 0, so they add nothing to LAMB's norms
 
     @property
     def bucket(self):
@@ -313,7 +313,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def next_token_losses(x, w, targets, vocab_size, enter, tp, ops, in_forward=True):
-    """Return the losses of `LinearCrossEntropy`, computed in forward and without a gradient."""
+    """Return the losses of `LinearCrossEntropy` without a gradient. It takes the same arguments."""
     x = start(enter, x, tp, "head").wait()
     losses = []
     for rows in slices(x):

@@ -45,6 +45,8 @@ LAYOUTS_AND_GROUPS = [  # layout on 8 ranks, number of process groups of each ra
     (dict(), [1] * 8),
     (dict(zero=3), [2] * 8),
     (dict(tp=8), [1] * 8),
+    (dict(cp=8), [2] * 8),
+    (dict(cp=4, zero=3, zero_copies=2), [5] * 8),
     (dict(pp=8, num_layers=6), [3, 2, 2, 2, 2, 2, 2, 3]),  # the first and the last stage have the word table
     (dict(tp=2, pp=2, zero=3), [6] * 8),
     (dict(pp=4, schedule="chimera", zero=1, num_layers=4), [5] * 8),

@@ -65,6 +65,8 @@ def test_stages_that_share_in_a_chain_are_refused():
         Layout(config, 1, units, simulation.build("1f1b", 3, 4)).check_holders()
     Layout(config, 1, units, simulation.build("1f1b", 2, 4)).check_holders()
     Layout(config, 1, unit_specs(config), simulation.build("1f1b", 3, 4)).check_holders()
+    shared = [replace(spec, name=f"z.{spec.name}") for spec in block0]  # by all stages, which are a group anyway
+    Layout(config, 1, [first, *[shared] * 4, head], simulation.build("1f1b", 3, 4)).check_holders()
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

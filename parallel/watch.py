@@ -10,7 +10,7 @@
     reduce      a sum of gradients starts
     finish      the other sums of gradients
     update      the norm and the optimizer
-    setup, evaluate, log: not in a step
+    setup, evaluate: not in a step
 
 Wait, batch, recompute and reduce are parts of forward or backward.
 """

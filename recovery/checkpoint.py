@@ -294,7 +294,7 @@ def to_resume(config, tokenizer, data):
     place = config.resume if chosen else config.out_dir
     path = find(place)
     if path is None:
-        if chosen or config.eval_only:
+        if chosen or (config.eval_only and not config.initial_weights):
             raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
         return None
     if config.resume == "none" and not restarted():
@@ -302,7 +302,8 @@ def to_resume(config, tokenizer, data):
     index = read_index(path)
     refuse_other_model(config, tokenizer, path, index, MUST_MATCH)
     iteration = index["counters"]["iteration"]
-    if chosen and 0 < config.train_iters <= iteration and not config.eval_only:
+    by_updates = config.train_iters > 0 and not config.train_epochs
+    if chosen and by_updates and config.train_iters <= iteration and not config.eval_only:
         why = f"the checkpoint {path} has {iteration} updates already; set more"
         raise UserError(f"train_iters={config.train_iters}: {why}")
     sets = index["data"] or data  # convert.py writes none
@@ -328,7 +329,7 @@ def refuse_other_model(config, tokenizer, path, index, names):
         if saved.get(name, values[name]) != values[name]:
             raise UserError(f"{name}={values[name]}: the checkpoint {path} has {name}={saved[name]}")
     positions = saved["max_position_embeddings"] or saved["seq_length"]
-    if positions != config.positions and config.model != "llama":  # which has no table of positions
+    if positions != config.positions and "embedding.position" in index["shapes"]:  # a table of positions
         fields = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
         remedy = f"set --max_position_embeddings={positions}"
         raise UserError(f"{fields}: the checkpoint {path} has {positions} positions; {remedy}")
@@ -356,9 +357,12 @@ def restarted():
 def load_checkpoint(path, model, zero, moments=True):
     """Fill this rank's master weights and, if wanted, moments. Every rank calls this, then `parameters_from_master`.
 
+    Return the checkpoint's index.
+
     Raises the same UserError on all ranks if the model is another one, or if a file is missing or damaged.
     """
-    folder, index, mesh = Path(path), read_index(path), zero.mesh
+    folder, mesh = Path(path), zero.mesh
+    index = agree(mesh.world, lambda: read_index(path))
     jobs = [job for bucket in zero.in_order for job in arrays(folder, bucket, *bucket.bounds)]
     jobs = [job for job in jobs if moments or ".moment" not in job[0].name]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
@@ -366,6 +370,7 @@ def load_checkpoint(path, model, zero, moments=True):
     used = [name for name in index["files"] if moments or ".moment" not in name]
     share = used[mesh.world.rank :: mesh.world.size]
     agree(mesh.world, lambda: verify_files(folder, index["files"], share))
+    return index
 
 
 def compare_shapes(folder, index, model):

@@ -76,31 +76,24 @@ def compare_hosts(c, mesh, tokens, path):
             "initial_weights": weights and checkpoint.read_index(checkpoint.find(weights))["crc32"],
         }
         why = "sees other files there than rank 0; all hosts need one shared out_dir and equal data"
-        compare_with_rank_0(c, view, mesh.world, why)  # afterwards rank 0 removes the file
-
-    checksums = program()
-    checksums_of_first = gather_objects(checksums, mesh.world)[0]
-
-    def compare():
-        for name in checksums:
-            if checksums[name] != checksums_of_first.get(name, checksums[name]):
-                who = f"rank {mesh.rank} (on {socket.gethostname()})"
-                raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
-
-    agree(mesh.world, compare)
+        # Afterwards rank 0 removes the file.
+        compare_with_rank_0(view, mesh.world, lambda name, who, _: f"{name}={getattr(c, name)}: {who} {why}")
+    why = "runs another file than rank 0; all hosts need the same program"
+    compare_with_rank_0(program(), mesh.world, lambda name, who, _: f"{name}: {who} {why}")
 
 
-def compare_with_rank_0(c, values, world, why):
-    """Raise UserError on all ranks if a rank has another value than rank 0. values: {field of the Config c: value}.
+def compare_with_rank_0(values, world, line):
+    """Raise UserError on all ranks if a rank has another value than rank 0. values: {name: value}.
 
-    why: may contain "{}={}", for the field and its value on rank 0.
+    line(name, who, rank 0's value): of the error. What rank 0 lacks is not compared.
     """
     first = gather_objects(values, world)[0]
 
     def compare():
         who = f"rank {world.rank} (on {socket.gethostname()})"
         for name, value in values.items():
-            configuration.require(c, name, value == first[name], f"{who} {why.format(name, first[name])}")
+            if value != first.get(name, value):
+                raise UserError(line(name, who, first[name]))
 
     agree(world, compare)
 
@@ -128,6 +121,10 @@ def load_config(words, world):
     config = agree(world, lambda: configuration.load(words))
     agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
     fields = {name: value for name, value in vars(config).items() if name not in COMPARED_BY_CONTENT}
-    why = "has this value, and rank 0 has {}={}; start all hosts with equal fields"
-    compare_with_rank_0(config, fields, world, why)
+
+    def line(name, who, first):
+        why = f"has this value, and rank 0 has {name}={first}; start all hosts with equal fields"
+        return f"{name}={fields[name]}: {who} {why}"
+
+    compare_with_rank_0(fields, world, line)
     return config

@@ -1,5 +1,6 @@
 """Tests that any layout loads any other's checkpoint, that resuming changes no bit, and that damage is noticed."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -231,6 +232,25 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
     gone = fields | dict(initial_weights=str(tmp_path / "removed"))  # they are not needed any more
     workers.run(ranks, go, configured(tmp_path / "new", tokens_dir, train_iters=4, **gone))
     assert [row[4] for row in curve(tmp_path / "new")] == [12, 24, 36, 48]
+
+
+def test_a_run_by_epochs_may_go_on_from_any_checkpoint(straight, tokens_dir, tmp_path):
+    """Then train_iters follows from the data, after `to_resume`."""
+    fields = dict(resume=str(straight(dtype="fp64") / "step_10"), dtype="fp64", train_iters=3)
+    with pytest.raises(UserError, match=r"train_iters=3: .* has 10 updates already"):
+        checkpoint.to_resume(configured(tmp_path, tokens_dir, **fields), "bytes", None)
+    assert checkpoint.to_resume(configured(tmp_path, tokens_dir, **fields, train_epochs=5.0), "bytes", None)
+
+
+@pytest.mark.parametrize("model, refused", [("model", True), ("mine", False)])
+def test_only_a_table_of_positions_limits_the_samples(straight, tokens_dir, tmp_path, model, refused):
+    index = checkpoint.read_index(straight(dtype="fp64") / "step_10")
+    index["config"]["model"] = model
+    if not refused:
+        del index["shapes"]["embedding.position"]
+    config = configured(tmp_path, tokens_dir, model=model, seq_length=16)
+    with pytest.raises(UserError, match="has 8 positions") if refused else contextlib.nullcontext():
+        checkpoint.refuse_other_model(config, "bytes", "step_10", index, ["model"])
 
 
 @pytest.mark.slow

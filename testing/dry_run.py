@@ -54,7 +54,7 @@ def show(config, gpus, rank):
         print(
             f"Dry run of {who} of {gpus}: dp {mesh.reader[0]} of {mesh.reader[1]}, pp {pp} of {c.pp}, "
             f"cp {mesh.cp.rank} of {c.cp}, tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in "
-            f"{c.dtype}; {c.schedule} with {run.schedule.microbatches} micro-batches, zero={c.zero}. "
+            f"{c.dtype}; {c.schedule} with {run.executor.training_schedule.microbatches} micro-batches, zero={c.zero}. "
             "No number was computed.\n"
         )
         tables = report.sent_table(who, run.layout, sent), report.kept_table(who, run.layout, pp, kept, mesh.tp.rank)
@@ -81,6 +81,7 @@ def started(config, gpus, rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
     try:
         with (
+            mock.patch("parallel.mesh._set_pg_timeout"),  # no rank waits
             mock.patch.object(operations, "choose", lambda *_: ops),
             mock.patch.object(train, "PendingStep", lambda *_: None),
             mock.patch.object(torch.Tensor, "cpu", lambda x: torch.ones(x.shape, dtype=x.dtype)),
@@ -96,7 +97,7 @@ def step(run):
     c = run.config
     tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=meta.META)
     batch = tokens[:, :-1], tokens[:, 1:], torch.empty_like(tokens[:, 0])
-    batches = (run.model.micro_batch(*batch) for _ in range(run.schedule.microbatches))
+    batches = (run.model.micro_batch(*batch) for _ in range(run.executor.training_schedule.microbatches))
     with meter.Activations(run.executor) as activations:
         train.train_step(run, batches)
     return report.measured(run, activations)
