@@ -40,7 +40,9 @@ LONGEST = 10**5  # characters of an answer
 PART = r"(?m)^(?=[^\s)\]}]|    (?:def |@))"  # the beginning of a class, a method, a function or another line
 LEGEND = """todo: not judged yet; red: a lamp is red; green: all but bonus are green. A lamp is a test with one idea.
 todo: まだ採点していません。red: 赤いランプがあります。green: ボーナス以外は緑です。ランプは1つの考え方のテストです。"""
-FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
+FORMAT = """# Write one number each, without a unit, such as 8,192 or 6.02e23 or 0.6 or 5/7 (at most 1% off).
+# 数だけを1つずつ、単位を付けずに書いてください。
+"""
 
 
 def exercise(number):

@@ -19,7 +19,7 @@ from accounts.bubbles import FORMULAS, by_formula, simulate, timeline
 from accounts.memory import model_states
 from accounts.trace import HIDDEN
 from errors import UserError, exit_on_user_error, reading
-from options import Parser
+from options import Parser, within
 from parallel import schedules, simulation
 from parallel.schedules import Action
 from parallel.simulation import Event
@@ -327,12 +327,12 @@ def parse_arguments(arguments):
     add("names", nargs="*", default=["1f1b"], metavar="SCHEDULE", help="drawn under one another (default: 1f1b)")
     add("--stages", type=int, default=4, metavar="P", help="pipeline stages, one on each rank (default: 4)")
     add("--microbatches", type=int, default=8, metavar="M", help="micro-batches in a step (default: 8)")
-    add("--steps", type=int, default=1, choices=range(1, 17), metavar="N", help="draw N steps (default: 1)")
+    add("--steps", type=within(1, 16), default=1, metavar="N", help="draw N steps (default: 1)")
     add("--chunks", type=int, default=2, metavar="V", help="chunks per rank of interleaved and zb-v (default: 2)")
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
-    add("--zero", type=int, choices=range(1, 4097), metavar="N", help="draw only ZeRO 0 to 3 on N data ranks")
+    add("--zero", type=within(1, 4096), metavar="N", help="draw only ZeRO 0 to 3 on N data ranks")
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
     add("--window", default="", metavar="A,B", help="with --trace: draw only the milliseconds from A to B of the step")
     add("--svg", metavar="FILE", help="also write the pictures to a file")

@@ -238,7 +238,7 @@ def binds(facts):
     parts, memory_bytes = facts["step_parts"], facts["memory_bytes"]
     if not facts["fits"]:
         what, missing = max(memory_bytes, key=memory_bytes.get), sum(memory_bytes.values()) - facts["capacity_bytes"]
-        return f"does not fit: {what} {memory_bytes[what] / GB:.0f} GB; {missing / GB:.1f} GB are missing"
+        return f"does not fit: {what} {memory_bytes[what] / GB:.0f} GB; {missing / GB:.2g} GB are missing"
     name = max(parts.keys() - {"compute", "everything else"}, key=parts.get)
     return f"{name}: {parts[name] / facts['step_seconds']:.0%} of the step"
 

@@ -111,6 +111,15 @@ def test_the_size_of_gpt3_13b():
 def test_the_groups_and_the_numbers_of_the_ledger():
     p = traffic.predict_step(tiny_config(2, 2, pp=2, zero=2, schedule="zb-h1"), 8)
     assert traffic.groups(p.layout).splitlines()[0] == "dp: ranks 0 4 | 1 5 | 2 6 | 3 7"
+    c = tiny_config(4, pp=2, cp=2, zero=3, zero_copies=2, micro_batch_size=1)
+    assert traffic.groups(traffic.predict_step(c, 16).layout).splitlines() == [
+        "dp: ranks 0 4 8 12 | 1 5 9 13 | 2 6 10 14 | 3 7 11 15",
+        "pp: ranks 0 2 | 1 3 | 4 6 | 5 7 | 8 10 | 9 11 | 12 14 | 13 15",
+        "cp: ranks 0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11 | 12 13 | 14 15",
+        "data: ranks 0 1 4 5 8 9 12 13 | 2 3 6 7 10 11 14 15",
+        "shards: ranks 0 1 4 5 | 2 3 6 7 | 8 9 12 13 | 10 11 14 15",
+        "copies: ranks 0 8 | 1 9 | 2 10 | 3 11 | 4 12 | 5 13 | 6 14 | 7 15",
+    ]
     tables = traffic.predicted_tables(p)
     assert all(f"{float(size):,.0f}" in tables for sent in p.sent for _, size in sent.values())
 

@@ -61,13 +61,18 @@ def predicted_tables(p):
 
 
 def groups(layout):
-    """Return as text the ranks that send to each other, over each axis. copies: consecutive parts of data."""
-    ranks, lines = ledger.ranks_of(layout), []
-    for i, axis in enumerate(("dp", "pp", "cp", "tp")):
-        members = sorted(ranks.swapaxes(i, 3).reshape(-1, ranks.shape[i]).tolist())
-        if ranks.shape[i] > 1:
-            lines.append(f"{axis}: ranks {' | '.join(' '.join(map(str, of)) for of in members)}")
-    return "\n".join(lines)
+    """Return as text the ranks that send to each other, over each axis."""
+    ranks, copies, shards = ledger.ranks_of(layout), layout.config.zero_copies, layout.shards
+    axes = enumerate(("dp", "pp", "cp", "tp"))
+    members = {axis: ranks.swapaxes(i, 3).reshape(-1, ranks.shape[i]) for i, axis in axes}
+    data = ranks.transpose(1, 3, 0, 2)  # [pp, tp, dp, cp]
+    if layout.config.cp > 1:
+        members["data"] = data.reshape(-1, layout.data_ranks)
+    if copies > 1:  # as `Mesh.cut_data`
+        members["shards"] = data.reshape(-1, shards)
+        members["copies"] = data.reshape(-1, copies, shards).swapaxes(1, 2).reshape(-1, copies)
+    text = {axis: " | ".join(" ".join(map(str, of)) for of in sorted(of.tolist())) for axis, of in members.items()}
+    return "\n".join(f"{axis}: ranks {of}" for axis, of in text.items() if members[axis].shape[1] > 1)
 
 
 def main(arguments=None):

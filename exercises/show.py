@@ -111,7 +111,7 @@ def schemes():
         states = [kept[what] / whole[what] for what in ("parameters", "gradients", "moments")]
         sent = [f"{calls} {how} of {what}" for (axis, what, how), (calls, _) in p.sent[0].items() if axis != "world"]
         parts = Fraction(c.tp * c.pp, 2), flops_of_rank_0(p.layout), *states
-        cells = [f"cut {float(part):.0%}" if part < 1 else "whole" for part in parts]
+        cells = [f"cut to {float(part):.0%}" if part < 1 else "whole" for part in parts]
         rows.append((name, *cells, ", ".join(sent[:2])))
     print(aligned(rows, 1))
 

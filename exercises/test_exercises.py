@@ -246,7 +246,7 @@ def test_a_power_law_is_a_line_in_the_logarithm(capsys):
 def test_each_scheme_halves_the_flops_of_a_rank(capsys):
     """For a token a block takes 524,288 in forward, the head 98,304. PP's rank 0 has two of four blocks: 48%."""
     show.schemes()
-    shares = re.findall(r"(?m)^\S+ +\|[^|]+\| cut (\d+%)", capsys.readouterr().out)
+    shares = re.findall(r"(?m)^\S+ +\|[^|]+\| cut to (\d+%)", capsys.readouterr().out)
     assert shares == ["50%"] * 4 + ["48%", "50%"]
 
 

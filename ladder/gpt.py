@@ -6,13 +6,13 @@ Batch b, sequence s, hidden size h, vocabulary v, a heads of size d = h/a. L+2 =
 It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
 
 `torchrun --nproc_per_node=2 FILE` starts n=2 processes. Each process runs the whole FILE. A process is called a rank,
-and so is its number, 0 or 1. Ranks share no memory. They send tensors with four operations:
+and so is its number, 0 or 1. Ranks share no memory. They send tensors with four operations (rung 20: AllToAll, too):
 
                      before: rank 0|1     after: rank 0|1      each rank sends (N: numbers in the whole tensor)
     AllReduce                     1|2              3|3         2N(n-1)/n: a ReduceScatter, then an AllGather
     ReduceScatter               1,2|3,4            4|6          N(n-1)/n
     AllGather                     1|2            1,2|1,2        N(n-1)/n
-    SendRecv                      1|                |1          N
+    SendRecv                      1|                |1          N (only rank 0)
 
 Each rung begins with a card. Its bytes are those of rank 0 with n=2, in brackets with n=4.
 

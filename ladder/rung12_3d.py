@@ -7,6 +7,7 @@
 Sends   TP 196,608 + PP 16,384 + DP 191,616: 404,608 bytes.
 Memory  half of the units, half of their matrices: 766,464 bytes.
 Bad     nothing overlaps: TP in F and B, DP after the pipeline. n = 2 x 2 x 2; `Mesh` (parallel/mesh.py) has any sizes.
+        On the slide the third axis is DP and ZeRO (-> 19). More racks: a larger global batch (ラージバッチ問題).
 """
 
 import torch.distributed as dist

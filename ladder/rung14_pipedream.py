@@ -8,7 +8,8 @@ each F makes a copy. Right losses are those of one process in which rank r's uni
 
 Sends   as rung 9: 32,768 bytes (n=4: 32,768).
 Memory  as rung 9, and a copy of the weights for each micro-batch in flight: 2,050,560 bytes (n=4: 1,107,968).
-Bad     old weights: after the first step the losses are not those of rung 1. The learning rate must often be smaller.
+Bad     old weights. It updates m times in a step, so already the first loss is not that of rung 1. The learning rate
+        must often be smaller.
 """
 
 from functools import partial

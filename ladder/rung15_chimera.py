@@ -1,6 +1,6 @@
 """15. パイプライン並列 (PP), Chimera: two pipelines on the same ranks, one down, one up. Each fills the other's bubble.
 
-    slot       1 2 3 4 5 6 7 8         n=2, m=2. Micro-batch 0 goes down, 1 goes up. F and B drawn as equally long
+    slot       0 1 2 3                 n=2, m=2. Micro-batch 0 goes down, 1 goes up. F and B drawn as equally long
     rank 0    F0F1B1B0                 rank 0 has stage 0 (down) and stage 1 (up)
     rank 1    F1F0B0B1                 rank 1 has stage 1 (down) and stage 0 (up)
 

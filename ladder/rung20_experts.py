@@ -9,8 +9,8 @@ The rest is rung 4. A token costs as much as with one MLP, but there are E times
 Only the router knows how many tokens an expert gets, so the ranks first send these counts. No token is dropped. Right
 losses are those of one process with the same experts.
 
-Sends   per block 4 AllToAlls of about bsh/n numbers, 1 of counts; gradients of the rest: 477,792 bytes (n=4: 571,621).
-        (The mean of the first 3 steps.)
+Sends   per block 4 AllToAlls (a rank sends about bsh(n-1)/n^2 numbers), 1 of counts; gradients of the rest:
+        477,792 bytes (n=4: 571,621). (The mean of the first 3 steps.)
 Memory  as rung 4, but E/n MLPs per block: 4,347,904 bytes (n=4: 2,744,320). Activations of the tokens that came.
 Bad     if all tokens choose one expert, its rank works and the others wait. Large programs add a term to the loss
         that balances, or drop tokens that are too many. Nothing overlaps: an expert waits for its tokens.

@@ -10,7 +10,8 @@ is y1 exp(L1 - L) + y2 exp(L2 - L) with L = log(exp L1 + exp L2) (Liu et al., ar
 gradients of k and v travel back.
 Only attention needs other tokens. The rest is rung 4 with parts of samples instead of samples.
 
-Sends   2bsh/n numbers in each of n-1 turns, forward and backward; gradients: 1,073,152 bytes (n=4: 1,609,728).
+Sends   per block 2bsh/n numbers in each of n-1 turns, in forward and in backward; gradients:
+        1,073,152 bytes (n=4: 1,609,728).
 Memory  as rung 4: 2,719,744 bytes (n=4: 2,719,744). Activations of s/n tokens, but k and v of all turns stay.
 Bad     all ranks compute all turns, also those where no token sees a key. If rank 0 skips its turns, it waits. With the
         parts r and 2n-1-r of 2n on rank r (a zigzag) all have equal work. Or exchange tokens for heads:

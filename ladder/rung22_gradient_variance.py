@@ -7,9 +7,10 @@
 H_r has P x P numbers, but H_r d is the gradient of the number g_r·d, if d is constant: one more backward. (The mean of
 g_r - g is 0, so the derivative of g falls out.) Other losses than rung 1: those of one process with this penalty.
 
-Sends   twice as rung 4: 1,359,872 bytes (n=4: 2,039,808).
+Sends   twice as much as rung 4: 1,359,872 bytes (n=4: 2,039,808).
 Memory  as rung 4: 2,719,744 bytes (n=4: 2,719,744). Also the graph of the first backward, and the g_r.
-Bad     twice the work and the sends. It needs g_r alone, but ZeRO and overlap mix it with g early.
+Bad     three times the work, twice the sends. It needs this rank's own g_r, but in rung 5 and ZeRO the sum over the
+        ranks has replaced it already.
 """
 
 import torch

@@ -23,7 +23,7 @@
     12    AllReduce without the DP group                  an error or a hang: tensors of different sizes
           no cut of the samples                           the losses are twice as large; Adam divides it away
     13    no tags                                         an error or a wrong step 1: a message of the other chunk
-          warmup = n - 1 - rank                           a hang: rank 0 waits for B before its F1b
+          warmup = n - 1 - rank                           an error (KeyError): B of a chunk comes before its F
     14    w.grad at the newest weights                    step 2 is wrong: B is not that of F
     15    the twins are not added                         step 2 is wrong
           both twins begin with `down`                    an error or a wrong step 2
@@ -38,7 +38,8 @@
           no p_e in the output                            an error: the router has no gradient
     21    step=1 in backward, too                         step 2 is wrong for n > 2: the gradients go to a wrong rank
           i == 0 without `future`                         step 1 is wrong, too small: tokens see the next one
-    22    g_r - g as a function of the weights            step 2 is right (see the card), but it costs more memory
+    22    |g_r - g|^2 / 2n instead of the product         step 2 is right (see the card), but it costs more memory
+          g_r - g without detach, in the product          step 2 is wrong: one more second derivative
           without the factor n                            step 2 is wrong
 
 After a minute of waiting a rank stops, and its error names the line. The test makes the mistakes of `MISTAKES`.
