@@ -238,9 +238,8 @@ def global_batch_size_at(c, consumed_samples):
     return start + increment * min(steps, consumed_samples * steps // samples)
 
 
-def iterations(c, samples):
-    """Return how many updates fit into `samples`, at least one."""
-    count, consumed = 0, 0
+def iterations(c, samples, count=0, consumed=0):
+    """Return how many updates fit into `samples`, at least one. The first `count` of them took `consumed` samples."""
     while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
         count, consumed = count + 1, consumed + size
     count += max(0, int(samples) - consumed) // c.global_batch_size

@@ -71,10 +71,16 @@ FIELDS = {  # {field of Config: field there}
 }
 MORE = "model activation rotary_base untie_embeddings_and_output_weights".split()  # these have other values there
 FIXED = (  # {field there: the only value that the model here has}
-    dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
-    dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
+    dict(
+        layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    ),
+    dict(
+        do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False,
+        layer_norm_elementwise_affine=True,
+    ),
     dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
-)
+)  # fmt: skip
 WEIGHTS = "model.safetensors model.safetensors.index.json pytorch_model.bin pytorch_model.bin.index.json".split()
 CARRIED = "generation_config.json chat_template.jinja special_tokens_map.json".split()
 
@@ -96,6 +102,8 @@ def transformers():
         with reading("convert.py needs transformers (pip install transformers)", ImportError):
             import transformers
 
+            if int(transformers.__version__.partition(".")[0]) < 5:
+                raise ImportError(f"version {transformers.__version__} is too old; should be 5 or later")
             transformers.utils.is_kernels_available()  # transformers remembers this answer
     finally:
         del sys.modules["kernels"]
@@ -230,7 +238,10 @@ def config_from_hf(hf_config, out):
         values["activation"] = activation[hf_config.activation_function]
     values["seq_length"] = values["max_position_embeddings"]
     values |= dict(out_dir=str(out), data_dir=f"data/{Path(out).name}", micro_batch_size=1, global_batch_size=32)
+    values["initial_weights"] = f"{out}/step_0"  # of a run with another out_dir
     config = Config(**values, train_iters=1000, lr=3e-5, lr_decay_style="constant")
+    if kind_of(config) != kind:
+        raise ValueError(f"activation_function={hf_config.activation_function}: here that is no {kind}")
     configuration.check(config, world=1)
     return config
 

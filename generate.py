@@ -37,7 +37,7 @@ def load_model(path, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = Layout(config, 1, model.unit_specs, simulation.build(config.schedule, 1, 1))
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
-    checkpoint.load_checkpoint(folder, model, zero)
+    checkpoint.load_checkpoint(folder, model, zero, moments=False)
     zero.parameters_from_master()
     tokenizer = copied(folder, index["tokenizer"])
     model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # no ids without text

@@ -54,7 +54,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from tokenizer import copy, last_cut, load_tokenizer
+from tokenizer import COPY, LONGEST, copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")
 PACKED = ("", ".gz", ".zst")
@@ -159,6 +159,8 @@ def read_parts(path, number, tokenizer, text_key, unread):
                     yield part._replace(text=text[:cut], ends=False)
                     part = part._replace(begins=False)
                 text = text[cut:] + next_text
+                if tokenizer.cut is None and tokenizer.name != "bytes" and len(text) > LONGEST:
+                    raise ValueError(f"more than {LONGEST:,} characters in a document with this vocabulary")
             yield part._replace(text=text)
     except UserError:
         raise
@@ -315,7 +317,10 @@ class Output:
                 self.progress |= saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
             else:
-                (folder / "progress.json").unlink()  # the other command would miss the tokens that are cut off
+                tokens = f"{sum(saved['tokens']):,} tokens of another command or of other files"
+                print(f"{folder}: begins again, without the {tokens}")
+                for name in (*COPY, "progress.json"):  # the other command would miss the tokens that are cut off
+                    (folder / name).unlink(missing_ok=True)
         self.truncate()
 
     def truncate(self):

@@ -492,6 +492,21 @@ def test_a_name_is_no_code_and_moves_no_cursor(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize(
+    "kind, fields, message",
+    [
+        ("gpt2", dict(activation_function="relu"), "activation_function=relu: here that is no gpt2"),
+        ("opt", dict(activation_function="gelu_new"), "activation_function=gelu_new: here that is no opt"),
+        ("gpt2", dict(add_cross_attention=True), "the model here has add_cross_attention=False"),
+        ("opt", dict(layer_norm_elementwise_affine=False), "the model here has layer_norm_elementwise_affine=True"),
+    ],
+)
+def test_another_model_is_refused_before_a_file_is_written(tmp_path, kind, fields, message):
+    saved(tmp_path / "hf", kind)
+    change_config(tmp_path / "hf", **fields)
+    assert message in refusal(imported, tmp_path / "hf", tmp_path / "out") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     "kind, fields, lines",
     [
         ("gpt2", dict(embd_pdrop=0.2, resid_pdrop=0.1, attn_pdrop=0.3), ["embd_pdrop=0.2 there is 0.1 here"]),

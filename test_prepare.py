@@ -353,13 +353,16 @@ def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
     assert data_set(tmp_path / "out") == first
 
 
-def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path):
+def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path, capsys):
+    (tmp_path / "tokenizer.json").touch()
     for made_from in ("this", "another", "this"):
         with contextlib.closing(prepare.Output(tmp_path, made_from, 2)) as output:
             assert output.progress["blocks"] == 0
             if made_from == "this":
                 output.write([(0, b"12", True)], [], 0)
                 output.save()
+    said = f"{tmp_path}: begins again, without the 1 tokens of another command or of other files\n"
+    assert capsys.readouterr().out == said and not (tmp_path / "tokenizer.json").exists()
 
 
 def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(here, tmp_path):
@@ -417,6 +420,7 @@ def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
     n, out = 3, tmp_path / "a set"
     assert [job(n, out, *words, task=task)[0] for task in (1, 0, 3)] == [0, 0, 2]
     assert job(n, out) == (2, f"error: {out}.2 is not finished; submit the array again\n")
+    assert job(1, out) == (2, f"error: {out}.1 is there, so the array had more than 1 parts\n")
     assert job(n, out, *words, task=2)[0] == 0
     assert "nothing to do" in job(n, out, *words, task=1)[1]
     code, said = job(n, out)

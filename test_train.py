@@ -751,7 +751,7 @@ def test_what_a_machine_lacks_is_one_line_before_the_model_is_built(
     assert code == 2 and re.fullmatch(f"error: {line}\n", err)
 
 
-@pytest.mark.parametrize("visible, code", [(None, 2), ("0", 2), ("", 0)])
+@pytest.mark.parametrize("visible, code", [(None, 2), ("0", 2), ("", 0), ("-1", 0)])
 def test_a_gpu_that_pytorch_cannot_use_is_no_silent_cpu(config_file, monkeypatch, capsys, tmp_path, visible, code):
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\n")
     monkeypatch.setattr(processes, "GPU", tmp_path)
@@ -812,3 +812,5 @@ def test_train_epochs_sets_the_number_of_iterations(tokens_dir, tmp_path):
     """4,000 tokens make 499 samples; with 12 samples a step, half an epoch is 20 steps."""
     go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
     assert checkpoint.all_steps(tmp_path) == [20]
+    go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=1, lr_decay_iters=0, global_batch_size=24))
+    assert checkpoint.all_steps(tmp_path) == [20, 30]  # 240 samples are done, 259 are left

@@ -148,7 +148,7 @@ def train(run, tokens, validation, logger):
                 with interval.paused():
                     logger.say(f"saved {save(run, tokens, keep=0 if interval.bad_gradients else c.keep)}")
     if counters.iteration < c.train_iters:
-        again = "the same command (without --resume) resumes the run"
+        again = "the same command (without --resume=none) resumes the run"
         logger.say(f"stopped after iteration {counters.iteration}; {again}")
     else:
         logger.say(f"trained to iteration {counters.iteration}; python generate.py {c.out_dir}")
@@ -227,7 +227,7 @@ def save(run, tokens, keep):
 
 def restore(run, path):
     """Load weights, moments and counters from the checkpoint `path`, which may be of any layout."""
-    index = checkpoint.load_checkpoint(path, run.model, run.zero)
+    index = checkpoint.load_checkpoint(path, run.model, run.zero, moments=not run.config.eval_only)
     run.zero.parameters_from_master()
     counters = index["counters"]
     run.zero.updates.fill_(counters.pop("updates"))
@@ -246,7 +246,9 @@ def run_training(config, mesh, device):
         if config.train_epochs and not config.eval_only:
             sets = tokens["train"]
             samples = config.train_epochs * sets.num_samples - int(sets.offsets.sum())
-            config.train_iters = configuration.iterations(config, samples)
+            done = checkpoint.read_index(path)["counters"] if path else vars(Counters())
+            begun = done["iteration"], done["consumed_samples"]
+            config.train_iters = configuration.iterations(config, samples, *begun)
             agree(mesh.world, lambda: configuration.check(config, mesh.world.size))
         watchdog = hang.Watchdog()
         if mesh.world.size > 1 and not config.eval_only:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import resource
 import sys
 from contextlib import suppress
@@ -43,7 +44,10 @@ def keep_rows(path, iteration):
     path.touch()
     lines = "".join(f"{to_json(row)}\n" for i, row in read_metrics(path).items() if i <= iteration)
     new = path.with_suffix(".new")
-    new.write_text(lines)
+    with open(new, "w") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())  # otherwise a power loss may leave an empty file
     new.replace(path)
 
 

@@ -15,6 +15,7 @@
 # source .venv/bin/activate
 
 set -e
+[ $# -ge 2 ] || { echo "usage: jobs/prepare.sh N OUT [INPUT ... --field=value ...]" >&2 && exit 2; }
 n=$1 out=$2
 shift 2
 if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
@@ -26,6 +27,10 @@ for ((i = 0; i < n; i++)); do
         exit 2
     fi
 done
+if [ -e "$out.$n" ]; then
+    echo "error: $out.$n is there, so the array had more than $n parts" >&2
+    exit 2
+fi
 if [ -e "$out" ]; then
     echo "error: $out is there already; remove it, or name another folder" >&2
     exit 2

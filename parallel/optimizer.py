@@ -205,7 +205,7 @@ class LossScale:
                 self.scale = max(self.scale / 2, self.minimum)
         else:
             self.clean += 1
-            if self.clean == self.window:
+            if self.clean >= self.window:  # a resume may set a smaller window
                 self.clean, self.patience = 0, self.hysteresis
                 self.scale *= 2
 

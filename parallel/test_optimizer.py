@@ -195,6 +195,9 @@ def test_loss_scale_has_a_floor_and_a_clean_count_starts_over():
     assert scales([True] * 5, initial_loss_scale=4.0, hysteresis=1)[-1] == 1.0
     path = scales([False, False, True, False, False, False], initial_loss_scale=8.0, loss_scale_window=3)
     assert path == [8, 8, 8, 8, 8, 16]
+    resumed = LossScale(Config(loss_scale_window=3), "fp16")
+    resumed.restore({"dynamic": True, "scale": 8.0, "clean": 900, "patience": 2})  # with a larger window
+    assert scales([False], resumed) == [16]
     assert scales([True] * 9, LossScale(Config(), "bf16")) == [1.0] * 9
 
 

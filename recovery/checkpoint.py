@@ -26,7 +26,6 @@ import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -288,9 +287,13 @@ def check_index(index):
 def to_resume(config, tokenizer, data):
     """Return the path of the checkpoint to resume from, or None. Raises UserError if it can't be used.
 
-    tokenizer: its name. data: `data.Mixture.state`.
+    A run that began with --resume=PATH goes on from its own latest checkpoint. tokenizer: its name. data:
+    `data.Mixture.state`.
     """
     chosen = config.resume not in ("auto", "none") and Path(config.resume) != Path(config.out_dir)
+    latest = find(config.out_dir) if chosen and not config.eval_only else None
+    if latest and read_index(latest)["config"].get("resume") == config.resume:
+        chosen = False
     place = config.resume if chosen else config.out_dir
     path = find(place)
     if path is None:
@@ -313,11 +316,9 @@ def to_resume(config, tokenizer, data):
         why = f"not the training data of the checkpoint {path}, {shares}"
         raise UserError(f"data_dir={config.data_dir}: {why}; {remedy}")
     later = [step for step in all_steps(config.out_dir) if step > iteration]
-    if later and restarted():
-        return to_resume(replace(config, resume="auto"), tokenizer, data)
     if later and not config.eval_only:  # the next run would resume from the latest one
         why = f"{config.out_dir} contains the later step_{later[-1]}"
-        raise UserError(f"resume={config.resume}: {why}; use another --out_dir")
+        raise UserError(f"resume={config.resume}: {why}; leave out --resume to go on there, or use another --out_dir")
     return path
 
 

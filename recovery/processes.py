@@ -27,6 +27,7 @@ LAUNCHERS = {
     " LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS/SLURM_STEP_NUM_NODES))",
 }
 JOIN = timedelta(minutes=10)  # the default of comm_timeout, which is not known yet
+NO_GPU = "", "-1", "NoDevFiles"  # values of CUDA_VISIBLE_DEVICES; the last one is Slurm's
 GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 
@@ -48,10 +49,13 @@ def join_processes():
     cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
     if torch.cuda.is_available():
         if processes > (gpus := torch.cuda.device_count()):
+            if launcher:
+                why = f"{processes} processes on this host, and this one sees {gpus} GPUs"
+                raise UserError(f"{why}; each should see all: srun --gpus-per-node={processes}, no --gpus-per-task")
             raise UserError(f"nproc_per_node={processes}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}")
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
-    elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and GPU.exists():
+    elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPU and GPU.exists():
         driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())[0] if DRIVER.exists() else "unknown"
         why = f"PyTorch for CUDA {torch.version.cuda} can't use this machine's GPU with its driver {driver}"
         raise UserError(f"{why}; update the driver, install a PyTorch for an older CUDA, or {cpu}")

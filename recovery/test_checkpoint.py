@@ -105,16 +105,19 @@ def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_pa
 def test_a_command_that_is_started_again_goes_on_with_its_own_checkpoint(
     straight, tokens_dir, tmp_path, monkeypatch, resume
 ):
-    """torchrun and Slurm give it the same arguments."""
-    resume = resume if resume == "none" else str(straight(dtype="fp64") / "step_10")
+    """torchrun and Slurm give it the same arguments. Meanwhile another run's `keep` may have removed the first one."""
+    first, out = tmp_path / "first/step_10", tmp_path / "out"
+    shutil.copytree(straight(dtype="fp64") / "step_10", first)
+    fields = dict(resume=resume if resume == "none" else str(first))
     for n, iterations in enumerate((11, 12)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(n))
-        go(configured(tmp_path, tokens_dir, resume=resume, train_iters=iterations))
-    assert checkpoint.all_steps(tmp_path) == [11, 12]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    why = f"{tmp_path} contains the later step_12; use another --out_dir"
-    step_11 = f"{tmp_path}/step_11"
-    assert fails(configured(tmp_path, tokens_dir, resume=step_11, train_iters=12)) == f"resume={step_11}: {why}"
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(n * (resume == "none")))
+        go(configured(out, tokens_dir, train_iters=iterations, **fields))
+        shutil.rmtree(first, ignore_errors=True)
+    assert checkpoint.all_steps(out) == [11, 12]
+    fields = dict(resume=f"{out}/step_11", train_iters=12)
+    why = f"{out} contains the later step_12; leave out --resume to go on there, or use another --out_dir"
+    assert fails(configured(out, tokens_dir, **fields)) == f"resume={out}/step_11: {why}"
+    assert checkpoint.to_resume(configured(out, tokens_dir, **fields, eval_only=True), "bytes", None).name == "step_11"
 
 
 def test_a_run_keeps_the_latest_checkpoints_and_an_imported_step_0(tokens_dir, tmp_path):
