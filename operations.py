@@ -91,7 +91,8 @@ def attention_name(config, device, dtype, ops):
     shapes = [(1, heads // c.tp, c.seq_length, c.head_size) for heads in (c.num_attention_heads, c.query_groups)]
     q, k = (torch.zeros(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for shape in shapes)
     mask = None if causal else torch.ones(c.seq_length, c.seq_length, dtype=torch.bool, device=device)
-    grouped = q.shape != k.shape
+    if not (grouped := q.shape != k.shape and reference.takes_groups(device, DTYPES[dtype])):
+        k = q
     return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=causal, enable_gqa=grouped)).name
 
 

@@ -191,9 +191,17 @@ def attention(q, k, v, cache=None):
     if not is_causal(1 << keys.bit_length()):
         j = torch.arange(keys, device=q.device)
         mask = visible(j[-s:, None], j)
+    if grouped and not takes_groups(q.device, q.dtype):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
     # One new token of a causal model sees all tokens and needs no mask.
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and s == keys, enable_gqa=grouped)
     return y.transpose(1, 2)
+
+
+def takes_groups(device, dtype):
+    """Return whether PyTorch's attention takes groups. On older GPUs, and in fp32, it would keep [s, s] matrices."""
+    return device.type != "cuda" or (dtype.itemsize == 2 and torch.cuda.get_device_capability(device)[0] >= 8)
 
 
 # --- gradients of parameters ------------------------------------------------------------------------------------------

@@ -90,7 +90,6 @@ class Clock(Tool):
     def __init__(self, run):
         self.counters, self.delay = run.counters, run.config.delay / 1000
         self.on_gpu, self.steps, self.schedule = run.device.type == "cuda", {}, None
-        self.zero = self.now(), self.on_gpu and self.mark()
         run.mesh.watch.tools.append(self)
 
     def now(self):
@@ -107,7 +106,8 @@ class Clock(Tool):
         return event
 
     def at(self, mark):
-        return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
+        """Return the time of a mark in milliseconds, after `ended`."""
+        return self.last[0] - mark.elapsed_time(self.last[1]) if self.on_gpu else mark
 
     @contextlib.contextmanager
     def span(self, phase, subject):
@@ -147,7 +147,8 @@ class Clock(Tool):
 
     def ended(self):
         """Return the Calls that have ended."""
-        self.now()
+        mark = self.mark()  # the others count back from it: they are near, and a time between two events is float32
+        self.last = self.now(), mark
         return [call for of_step in self.steps.values() for call in of_step if isinstance(call, Call) and call.ended]
 
     def table(self, mesh):

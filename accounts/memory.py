@@ -53,6 +53,8 @@ runs the program's own code would repeat its mistakes. `test_memory.py` holds th
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
     - with offload on a GPU, the CPU's buffer for gradients and weights (`HostBucket.staging`)
     - with Muon, whole matrices of one block during the update
+    - on GPUs, messages of a pipeline until the GPU has passed them: the host is ahead
+    - on GPUs whose attention takes no query groups (`reference.takes_groups`), repeated keys and values
 """
 
 import math

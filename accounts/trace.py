@@ -19,6 +19,7 @@ HIDDEN, WAIT, MESSAGE = "hidden", "wait", "message"  # categories of communicati
 
 def events_of(clock, place):
     """Yield the events of a rank. place: its fields there."""
+    calls = clock.ended()
     for step, found in clock.steps.items():
         for span in (span for span in found if isinstance(span, Span)):
             began, ended = (1000 * clock.at(mark) for mark in (span.began, span.ended))
@@ -27,7 +28,7 @@ def events_of(clock, place):
             about = {"kind": kind, "microbatch": j, "chunk": chunk, "step": step + 1}
             names = (f"{kind}{j}", kind) if isinstance(span.subject, Action) else (f"wait for {kind} {j}", MESSAGE)
             yield event | {"name": names[0], "cat": names[1], "args": about}
-    for call in (call for call in clock.ended() if call.row[3] != "receive"):  # those are spans
+    for call in (call for call in calls if call.row[3] != "receive"):  # those are spans
         _, axis, what, operation = call.row
         started, began, ended = (1000 * time for time in call.times())
         about = {"name": f"{operation} of {what} over {axis}", "args": {"step": call.key[2] + 1}}

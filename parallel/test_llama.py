@@ -20,7 +20,7 @@ from parallel.mesh import Mesh
 from testing.compare import same_tensor
 from testing.points import LLAMA
 from testing.record import check_layout, record
-from testing.tiny import built, tiny_batches, tiny_config
+from testing.tiny import built, drawn, tiny_batches, tiny_config
 
 UNTIED = LLAMA | dict(untie_embeddings_and_output_weights=True, rotary_base=77.0)
 
@@ -72,6 +72,18 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(fields, groups):
     assert torch.allclose(loss, losses.mean(), rtol=1e-12)
     for p in run.model.parameters():
         same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], p.grad)
+
+
+def test_repeated_keys_and_values_are_those_of_the_groups(monkeypatch):
+    """On some GPUs PyTorch's attention takes no groups."""
+    shapes, found = [(2, 8, 4, 6), (2, 8, 2, 6), (2, 8, 2, 6)], []
+    for takes_groups in (True, False):
+        monkeypatch.setattr(reference, "takes_groups", lambda *_, takes_groups=takes_groups: takes_groups)
+        inputs = [drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+        y = reference.attention(*inputs)
+        y.square().sum().backward()
+        found.append([y, *(x.grad for x in inputs)])
+    assert all(torch.allclose(ours, theirs, rtol=1e-12) for ours, theirs in zip(*found, strict=True))
 
 
 def test_derivatives_of_the_operations():

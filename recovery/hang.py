@@ -1,9 +1,9 @@
 """Names the rank that the others wait for, if a run makes no progress.
 
-After `comm_timeout` seconds torch ends the ranks that wait, and torchrun names one of them, but another rank is the
-culprit. So after 0.8 comm_timeout without progress (an iteration, a part of a validation, a checkpoint) a thread of
-each rank writes a row: the communication that its rank waits for, and the place in the program. The lowest rank with a
-row prints all rows, and the ranks without one:
+After `comm_timeout` seconds (on NCCL 60 more) torch ends the ranks that wait, and torchrun names one of them, but
+another rank is the culprit. So after 0.8 comm_timeout without progress (an iteration, a part of a validation, a
+checkpoint) a thread of each rank writes a row: the communication that its rank waits for, and the place in the program.
+The lowest rank with a row prints all rows, and the ranks without one:
 
     no progress for 16 s:
     rank 0: iteration 8: waits for rank 2 to send (comm.py:101 wait < pipeline.py:326 receive < ...)

@@ -70,6 +70,8 @@ def join_processes():
 
 def connect(backend):
     """Make the group of all processes. Without an answer of the others within JOIN, end this process with a line."""
+    # torchrun sets 1. Then NCCL ends its kernels after a failure, before the process, and a step reads wrong numbers.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=JOIN))
         store, options = part_of_this_start(store, rank, size), group_options(backend, JOIN)
@@ -93,6 +95,10 @@ def part_of_this_start(store, rank, size):
         name = store.get(name).decode()  # waits for the answer
         store.queue_push("starts", name)
     else:
+        whole = store
+        while isinstance(whole, dist.PrefixStore):
+            whole = whole.underlying_store
+        whole.delete_key("exception_dump")  # NCCL's order to end, of a failed start; it would end this one, too
         missing = size - 1
         while missing:
             word = store.queue_pop("starts").decode()  # waits
