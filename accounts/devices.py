@@ -10,6 +10,7 @@
     times        wave       what each product loses, in elements of its result (`seconds.py`)
                  operation  seconds from the end of an operation to the start of the next one
                  latency    seconds of one hop of a message
+                 hop        the same in a ring, inside a node
 
 `matrix`, `wave` and `wire` of the A100 are fitted to 14 published steps of Megatron-LM with full recomputation
 (Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5), `decline` to half of LLM
@@ -68,6 +69,7 @@ class Device(NamedTuple):
     network: float = 0.86
     operation: float = 4e-6
     latency: float = 1e-5
+    hop: float = 3.4e-6  # NVIDIA/nccl, src/graph/tuning.cc
 
     def peak(self, dtype):
         """Return FLOP/s of dense matrix products. Raises UserError."""

@@ -343,6 +343,8 @@ def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError."""
     if options.zero:
         return [zero_picture(options.zero)]
+    if options.window and not options.trace:
+        raise UserError(f"--window={options.window}: needs --trace")
     if options.trace:
         return recorded_pictures(options.trace, options.window)
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches * options.steps) > WORK:

@@ -37,6 +37,7 @@ from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
+CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
 ORDERS = configuration.CHOICES["order"]
 GB = 1e9
@@ -145,8 +146,8 @@ def candidates(config, gpus, device, fixed):
     """Yield the Configs that `config.check_layout` accepts. fixed: names of fields that keep their values."""
     tps = [2**i for i in range(20) if gpus % 2**i == 0 and 2**i <= 2 * device.per_node]  # also beyond the node
     pps = [n for n in range(1, config.num_layers + 1) if gpus % n == 0]
-    samples = sorted({1, 2, 4, 8, 16, 32, config.micro_batch_size})
-    choices = tps, pps, LISTED, range(1, 5), range(4), (False, True), configuration.CHOICES["recompute"], samples
+    samples = {n for n in range(1, 65) if config.global_batch_size % n == 0} | {config.micro_batch_size}
+    choices = tps, pps, LISTED, CHUNKS, range(4), (False, True), configuration.CHOICES["recompute"], sorted(samples)
     choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]
 
     checked = [name for name in FIELDS if name != "recompute"]  # which does not matter to the check
@@ -159,12 +160,13 @@ def candidates(config, gpus, device, fixed):
     usual = {name: schedules.usual_chunks(name) for name in choices[FIELDS.index("schedule")]}
     for fields in product(*choices):
         tp, pp, name, chunks, zero, sequence_parallel, *_ = fields
-        even = chunks > 1 and config.num_layers % (pp * chunks) == 0
+        even = chunks > 1 and config.num_layers % (pp * chunks) == 0 and (pp > 1 or chunks == 2)
+        cut = config.seq_length % (tp * config.cp) == 0  # sequence parallelism can cut the tokens
         listed = {
             "schedule": pp > 1 or name == "1f1b",
             "chunks": even if name == "interleaved" else chunks == usual[name],
             "zero": zero <= (0 if tp * pp == gpus else 1 if pp > 1 else 3),
-            "sequence_parallel": sequence_parallel == (tp > 1),
+            "sequence_parallel": sequence_parallel == (tp > 1 and cut),
         }
         if all(listed[f] for f in listed.keys() - fixed):
             c = replace(config, **dict(zip(FIELDS, fields, strict=True)))
@@ -195,7 +197,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
     rows = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, p - 1), p - 1}}
     step = Step(c, layout, model.sizes(layout), rows, device, m, exact)
     # The fullest rank: 0 (most in flight), the first or last with a block more, p-1 (logits), or Chimera's p/2.
-    ranks = {0, min(1, p - 1), c.num_layers % p, p - 1, p // 2 if c.schedule == "chimera" else 0}
+    ranks = {0, min(1, p - 1), c.num_layers % p, max(0, p - 2), p - 1, p // 2 if c.schedule == "chimera" else 0}
     bytes_of = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
     available = step.seconds * gpus * device.peak(c.dtype)  # FLOPs

@@ -3,13 +3,16 @@
     an operation            work / rate + the gap to the next operation
     a matrix product        2 K (MN + wave) / (share * peak)  +  bytes of its three matrices / memory rate  +  gap
     an elementwise pass     bytes / memory rate
-    a ring of n ranks       bytes that a rank sends / rate of the slowest wire  +  calls * log2(n) * latency
+    a collective            bytes that a rank sends / rate of the slowest wire  +  calls * latency of its hops
 
 A GPU computes a product in waves of tiles, 128 x 256 elements on each multiprocessor. The start of the first wave and
 the last wave, which is not full, cost about one wave, the constant `wave`.
 
 No model has a formula: the products and bytes of a unit are measured on tensors without values (`meta.py`), and the
-bytes sent are `ledger.py`'s.
+bytes sent are `ledger.py`'s. Left out: tensor parallelism outside of the blocks (1% of a step).
+
+Over n ranks, a number travels n - 1 hops in an AllGather or a ReduceScatter (a ring), most of them within nodes, and
+log2(n) in an AllReduce (a tree; NVIDIA/nccl, src/graph/tuning.cc).
 """
 
 import math
@@ -139,7 +142,8 @@ class Step:
         c, sp = self.c, self.c.sequence_parallel
         columns, rows = len(matrices_of(c, "column")), len(matrices_of(c, "row"))
         whole = self.z.item * tokens_of_rank(c) * c.hidden_size
-        each = self.send("tp", 1, sent_bytes("all_gather" if sp else "all_reduce", c.tp, whole))
+        operation = "all_gather" if sp else "all_reduce"
+        each = self.send("tp", 1, sent_bytes(operation, c.tp, whole), operation)
         later = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
         beside = columns * (1 + sp - later)
         hidden = min(each, W / (columns + rows))
@@ -147,15 +151,19 @@ class Step:
 
     # --- communication ------------------------------------------------------------------------------------------------
 
-    def send(self, axis, calls, sent):
+    def send(self, axis, calls, sent, operation=""):
         """Return the seconds of `calls` communications that send `sent` bytes together."""
-        together, n = self.rings[axis]
-        return float(sent) / wire(self.device, together, n) + calls * math.ceil(math.log2(n)) * self.device.latency
+        (together, n), device = self.rings[axis], self.device
+        between = n // together - 1  # hops between nodes
+        hops = (n - 1 - between) * device.hop + between * device.latency
+        if operation not in ("all_gather", "reduce_scatter"):
+            hops = math.ceil(math.log2(n)) * device.latency
+        return float(sent) / wire(device, together, n) + calls * hops
 
     def transfer(self, rank, axis, *whats):
         """Return the seconds of what a rank sends over an axis: all, or these rows."""
-        rows = (row for (a, what, _), row in self.sent[rank].items() if a == axis and (not whats or what in whats))
-        return sum(self.send(axis, *row) for row in rows)
+        rows = ((what, how, row) for (a, what, how), row in self.sent[rank].items() if a == axis)
+        return sum(self.send(axis, *row, how) for what, how, row in rows if not whats or what in whats)
 
     def data_parallel(self, rank, F, I, W):
         """Return the seconds of sums over data ranks and of ZeRO that no computation hides.
@@ -253,7 +261,7 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
     """
     if p == 1:
         return 0.0, 0.0
-    if not exact:
+    if not exact and not (name in ("zb-h1", "zb-v") and m < 2 * p - 1):  # there the guess is too short
         each = {"interleaved": (F + I + W) / chunks, "zb-h1": F + I - W, "zb-v": max(I / 2, I - W)}
         hops = 2 * (p + m - 3 - (m - 2) // p) if name == "1f1b" else 2 * p * chunks  # a round trip has no slack in 1F1B
         return (p - 1) * each.get(name, F + I + W), hops * message

@@ -333,6 +333,7 @@ def test_copies_of_shards_win_if_the_network_between_nodes_is_slow(card_rate, fa
 FULLEST = [  # (rank, number of ranks, change)
     (0, 4, {}),  # most micro-batches in flight
     (1, 4, dict(num_layers=6, schedule="zb-h1")),  # a block more
+    (2, 4, dict(num_layers=7, schedule="zb-h1", recompute="full")),  # the last with a block more
     (3, 4, dict(vocab_size=90000, schedule="zb-h1")),  # the logits of a large vocabulary
     (3, 8, dict(num_layers=14, schedule="chimera", global_batch_size=32)),  # the middle of two pipelines
 ]
