@@ -591,12 +591,12 @@ def cross_entropy_(logits, targets, columns, dlosses=None, reduce=None):
 
 @triton.jit
 def adamw_flat(
-    W, G, M, V, OUT, LR, SCALE, UPDATE, SKIP, CORRECTION1, CORRECTION2, size, begin, end, begin2, end2,
-    decay, beta1, beta2, eps, BLOCK: tl.constexpr,
+    W, G, M, V, OUT, LR, SCALE, UPDATE, SKIP, CORRECTION1, CORRECTION2, size, decay, beta1, beta2, eps,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """W, G, M, V [size] float32; OUT [size] of any dtype, or None; LR .. CORRECTION2: `reference.UpdateScalars`.
 
-    UPDATE is not used. Elements begin .. end and begin2 .. end2 have weight decay.
+    UPDATE is not used.
     """
     if tl.load(SKIP) == 0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -607,8 +607,7 @@ def adamw_flat(
         m = tl.fma(m, beta1, g * (1.0 - beta1))
         v = tl.fma(v, beta2, g * g * (1.0 - beta2))
         root = tl.sqrt(v * (1.0 / tl.load(CORRECTION2).to(tl.float32))) + eps
-        decays = ((offsets >= begin) & (offsets < end)) | ((offsets >= begin2) & (offsets < end2))
-        w *= 1.0 - lr * tl.where(decays, decay, 0.0)
+        w *= 1.0 - lr * decay
         w -= (lr / tl.load(CORRECTION1).to(tl.float32)) * (m / root)
         tl.store(M + offsets, m, mask=exists)
         tl.store(V + offsets, v, mask=exists)
@@ -621,23 +620,8 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """Do the same as `reference.adamw_`, in one launch if the ranges join, and those that decay join to two.
-
-    So it is in GPT-2: those that decay are cut over tp, or replicated.
-    """
-    launches = []  # [begin, end, bounds of the parts that decay]
+    """Do the same as `reference.adamw_`, in one launch for each range."""
     for begin, end, decays in ranges:
-        joins = launches and launches[-1][1] == begin
-        bounds = launches[-1][2] if joins else []
-        if not joins or (decays and len(bounds) == 4 and bounds[-1] < begin):
-            launches.append([begin, end, bounds := []])
-        launches[-1][1] = end
-        if decays and bounds[-1:] == [begin]:
-            bounds[-1] = end
-        elif decays:
-            bounds += begin, end
-    for begin, end, bounds in launches:
-        bounds = [bound - begin for bound in bounds] + [0] * (4 - len(bounds))
         buffers = (x if x is None else x[begin:end] for x in (weight, gradient, *moments, out))
-        arguments = *buffers, *scalars, end - begin, *bounds, decay, beta1, beta2, eps
+        arguments = *buffers, *scalars, end - begin, decay * decays, beta1, beta2, eps
         adamw_flat[(triton.cdiv(end - begin, ADAMW["BLOCK"]),)](*arguments, **ADAMW)

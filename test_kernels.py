@@ -248,24 +248,12 @@ def test_adamw(ranges, out):
     assert out is None or torch.equal(cast, ours[0].to(out))
 
 
-@pytest.mark.parametrize(
-    "ranges",
-    [
-        [(0, 32, True), (96, 128, True), (128, 144, False)],
-        [(0, 16, True), (16, 32, False), (32, 48, True), (48, 64, False), (64, 80, True), (80, 144, True)],
-    ],
-    ids=["a frozen part", "three parts decay"],
-)
-def test_adamw_of_several_parts(ranges):
-    """Frozen elements stay, though their moments, of an earlier run, are not 0."""
-    ours, cast = buffers(160), torch.zeros(160, dtype=torch.bfloat16)
-    exact = [x.double() for x in ours]
-    adamw(kernels, ours, ranges, update_scalars(), cast)
-    adamw(reference, exact, ranges, update_scalars())
-    for i in (0, 2, 3):
-        assert torch.allclose(ours[i].double(), exact[i], rtol=2e-6, atol=3e-7)
-    for begin, end, _ in ranges:
-        assert torch.equal(cast[begin:end], ours[0][begin:end].bfloat16())
+def test_adamw_leaves_frozen_elements():
+    """Their moments, of an earlier run, are not 0."""
+    before, ours = buffers(96), buffers(96)
+    adamw(kernels, ours, [(0, 32, True), (64, 96, False)], update_scalars())
+    assert all(torch.equal(a[32:64], b[32:64]) for a, b in zip(before, ours, strict=True))
+    assert not torch.isclose(before[0], ours[0])[[*range(32), *range(64, 96)]].any()
 
 
 def test_a_skipped_adamw_touches_nothing():
