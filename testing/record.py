@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from accounts import memory, meter, report
+from accounts import memory, meta, meter, report
 from config import Config, layout_of
 from parallel.comm import all_gather
 from parallel.mesh import Mesh
@@ -123,9 +123,14 @@ def gradients(run):
 def record(config, steps=STEPS, change=UNCHANGED, mesh=None, outputs=False):
     """Train on this rank within the context `change()`. Return its Record."""
     with change():
+        if change is not UNCHANGED:
+            meta.cached_work.cache_clear()  # it remembers the model without the change
         run = built(config, mesh)
         batches = tiny_batches(run)
-        return recorded(run, lambda: [train.train_step(run, batches) for _ in range(steps)], outputs)
+        found = recorded(run, lambda: [train.train_step(run, batches) for _ in range(steps)], outputs)
+    if change is not UNCHANGED:
+        meta.cached_work.cache_clear()
+    return found
 
 
 def record_loop(config):
