@@ -44,8 +44,8 @@ changes nothing here: it gathers them.
 **Whole gradients** of ZeRO-2 and 3 (row `WHOLE`) exist only while they are in use: at most three buckets and the tied
 word table. If a schedule splits B, a chunk has them from its I to its W.
 
-`whole_gradients` and `after_actions` repeat, on purpose, what `Bucket` and `Mailbox` do: a formula that
-runs the program's own code would repeat its mistakes. `test_memory.py` holds them to measured bytes.
+`whole_gradients` and `after_actions` repeat, on purpose, what `Bucket` and `Mailbox` do: a formula that runs the
+program's own code would repeat its mistakes. `test_memory.py` holds them to measured bytes.
 
 **Not counted** (the log's line of memory contains them):
 

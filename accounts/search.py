@@ -37,7 +37,7 @@ from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
-CHUNKS = (1, 2, 3, 4, 6, 8, 12)
+CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # of a rank; those that are tried
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
 ORDERS = configuration.CHOICES["order"]
 GB = 1e9

@@ -71,8 +71,9 @@ def groups(layout):
     if copies > 1:  # as `Mesh.cut_data`
         members["shards"] = data.reshape(-1, shards)
         members["copies"] = data.reshape(-1, copies, shards).swapaxes(1, 2).reshape(-1, copies)
-    text = {axis: " | ".join(" ".join(map(str, of)) for of in sorted(of.tolist())) for axis, of in members.items()}
-    return "\n".join(f"{axis}: ranks {of}" for axis, of in text.items() if members[axis].shape[1] > 1)
+    several = {axis: sorted(groups.tolist()) for axis, groups in members.items() if groups.shape[1] > 1}
+    lines = {axis: " | ".join(" ".join(map(str, group)) for group in groups) for axis, groups in several.items()}
+    return "\n".join(f"{axis}: ranks {line}" for axis, line in lines.items())
 
 
 def main(arguments=None):

@@ -7,7 +7,7 @@
 Sends   P(n-1)/n weights in forward, again in backward, P(n-1)/n gradients: 1,019,904 bytes (n=4: 1,529,856).
 Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). In F and B also one unit's weights, in B its gradients.
 Bad     ranks wait for each gather. `Bucket.start_gather` (parallel/zero.py) gathers the next unit early. On the
-        slide the global batch grows with n, as in rung 4 (ラージバッチ問題).
+        slide the global batch grows with n (ラージバッチ問題: rung 4).
 """
 
 import torch

@@ -6,8 +6,8 @@
     rank 0    F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a     (idle times are not drawn)
 
 Sends   rank 0 sends bsh numbers after both F, and after the B of its second chunk: 98,304 bytes (n=4: 98,304).
-Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). Rank 0 keeps activations of 5
-        chunks, rung 10 of 4 of this size (n=4: 8, as rung 10).
+Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). Rank 0 keeps the activations of
+        5 chunks (n=4: 8). In rung 10 it keeps those of as many units as 4 chunks have (n=4: 8).
 Bad     twice as many messages, for a bubble of about half: (n-1)/(2m+n-1) of the time. m must be a multiple of n.
 """
 

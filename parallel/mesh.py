@@ -82,7 +82,7 @@ class Mesh:
         self.data = self._axis("data", ranks[:, pp_rank, :, tp_rank].flatten(), dp_rank * cp + cp_rank)
         self.pp = self._axis("pp", ranks[dp_rank, :, cp_rank, tp_rank], pp_rank)
         self.pp_to_lower = self.second(self.pp)
-        self.cp = self._axis("cp", ranks[dp_rank, pp_rank, :, tp_rank], cp_rank, 2)
+        self.cp = self._axis("cp", ranks[dp_rank, pp_rank, :, tp_rank], cp_rank, 2)  # `second` makes number 1
         self.tp = self._axis("tp", ranks[dp_rank, pp_rank, cp_rank, :], tp_rank)
 
     @classmethod

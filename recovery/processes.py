@@ -49,9 +49,6 @@ def join_processes():
     cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
     if torch.cuda.is_available():
         if processes > (gpus := torch.cuda.device_count()):
-            if launcher:
-                why = f"{processes} processes on this host, and this one sees {gpus} GPUs"
-                raise UserError(f"{why}; each should see all: srun --gpus-per-node={processes}, no --gpus-per-task")
             raise UserError(f"nproc_per_node={processes}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}")
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)

@@ -13,6 +13,7 @@ import reference
 from errors import UserError
 from testing import letters
 from testing.judging import replaced
+from testing.points import LLAMA
 from testing.tiny import tiny_config
 
 PROJ, OVER = "        self.proj = Row", "        if self.cp:  # q"
@@ -86,7 +87,6 @@ def edited(edits):
         yield tiny_config(1, model="edited")
 
 
-LLAMA = dict(model="llama", num_query_groups=2, ffn_hidden_size=24)
 FIELDS = [{}, dict(dropout=0.1), dict(activation="relu"), LLAMA, LLAMA | dict(untie_embeddings_and_output_weights=True)]
 
 
