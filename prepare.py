@@ -160,7 +160,9 @@ def read_parts(path, number, tokenizer, text_key, unread):
                     part = part._replace(begins=False)
                 text = text[cut:] + next_text
                 if tokenizer.cut is None and tokenizer.name != "bytes" and len(text) > LONGEST:
-                    raise ValueError(f"more than {LONGEST:,} characters in a document with this vocabulary")
+                    why = f"more than {LONGEST:,} characters in a document with this vocabulary; divide it"
+                    yield part._replace(problem=f"{why}, for example into JSON lines")
+                    return
             yield part._replace(text=text)
     except UserError:
         raise

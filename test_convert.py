@@ -43,6 +43,12 @@ def test_kernels_py_is_not_taken_for_the_package_of_this_name():
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
 
+def test_an_old_transformers_is_one_line(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(UserError, match=r"version 4\.57\.1 is too old; should be 5 or later"):
+        convert.transformers()
+
+
 def random_model(kind, sizes=SIZES, dtype=torch.float32):
     layers, width, heads, vocab_size, positions = sizes
     same = dict(vocab_size=vocab_size, bos_token_id=256, eos_token_id=256, pad_token_id=None)

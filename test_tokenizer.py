@@ -19,6 +19,7 @@ import transformers
 from tiktoken_ext import openai_public
 from tokenizers import models, pre_tokenizers, processors
 
+import prepare
 import tokenizer
 from testing.tiny import refusal
 from testing.vocabularies import END, JAPANESE, LLAMAS, llamas, text_of_atoms, trained, write_llamas
@@ -249,6 +250,15 @@ def test_a_document_that_tokenizers_can_not_encode_in_bounded_memory(tmp_path, m
     assert ours.encode_ordinary("a" * 99)
     with pytest.raises(ValueError, match="100 characters in a document: at most 99 with this vocabulary"):
         ours.encode_ordinary("a" * 100)
+
+
+def test_a_file_that_cannot_be_cut_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "LONGEST", 3000)
+    monkeypatch.setattr(prepare, "PIECE", 1000)
+    (tmp_path / "a.txt").write_text("a b\n" * 10**5)
+    ours = loaded(write_llamas(tmp_path, "bpe"))
+    (part,) = prepare.read_parts(str(tmp_path / "a.txt"), 0, ours, "text", [])
+    assert ours.cut is None and part.problem.startswith("more than 3,000 characters in a document") and not part.text
 
 
 def command(folder, name, *words):
