@@ -484,6 +484,16 @@ def test_the_memory_needed_is_that_of_a_long_step(name):
     assert limits.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
 
 
+def test_each_layout_that_fits_is_listed():
+    """The search tries no larger micro-batch than one that does not fit."""
+    asked = replace(configuration.load(["configs/gpt3_13b.py"]), pp=2), 16, A100, {"pp"}
+    everything = [*search.candidates(*asked)]
+    fits = [str(c) for c in everything if search.facts_of(c, 16, A100, exact=False)["fits"]]
+    found = search.rank_all(*asked)
+    assert sorted(str(f["config"]) for f in found if f["fits"]) == sorted(fits)
+    assert len(found) < len(everything)
+
+
 def test_7b_fits_on_four_gpus_as_in_the_how_to():
     """GPT-2 7B on 4 x 80 GB with ZeRO-1."""
     assert search.facts_of(configuration.load(["configs/gpt2_7b.py", "--dtype=fp16"]), 4, A100)["fits"]
