@@ -197,7 +197,10 @@ class GPT(nn.Module):
         self.config, self.tp, self.cp = c, tp, cp
         self.units = nn.ModuleList(module_of(c).units(c, tp, ops, cp))
         self.unit_specs = [specs(unit) for unit in self.units]
-        for spec in self.specs().values():
+        named = self.specs()
+        for spec in (spec for unit in self.unit_specs for spec in unit):
+            if spec is not named[spec.name]:
+                raise UserError(f"two parameters have the name {spec.name}: each should have its own, as block0.NAME")
             if spec.tp_dim is not None:
                 size = spec.shape[spec.tp_dim]
                 divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", size)

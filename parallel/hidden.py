@@ -1,8 +1,8 @@
 """Tensors that must not be read now: their memory is freed, or another rank's values are still on their way.
 
-torch would read freed memory (the process dies without a word), or old values. Here it raises one line. While a tensor
-is hidden it has another Python class (torch's UninitializedParameter does the same), so a tensor that is not hidden
-costs nothing. Between two steps are hidden:
+torch would read freed memory (the process dies without a word), or old values. Here a read raises one line. While a
+tensor is hidden it has another Python class (torch's UninitializedParameter does the same), so a tensor that is not
+hidden costs nothing. Between two steps are hidden:
 
     ZeRO stage      1                                2                            3
     p               until `publish` has arrived      the same                     freed
@@ -16,8 +16,8 @@ from errors import UserError
 
 WITHOUT_VALUES = "shape grad requires_grad requires_grad_ is_leaf grad_fn dtype device ndim dim size numel".split()
 REMEDY = (
-    "can't be read between steps: `for p in run.zero.whole_parameters()` has this rank's weights (with tp its slice); "
-    "the gradients of this rank's shard are in bucket.scaled_gradient (GUIDE.md, Change the model)"
+    "can't be read between steps or by another unit: `for p in run.zero.whole_parameters()` has this rank's weights "
+    "(with tp its slice); the gradients of this rank's shard are in bucket.scaled_gradient (GUIDE.md, Change the model)"
 )
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from errors import UserError
 from parallel import schedules, simulation
 from parallel.comm import receive, send
 from parallel.layout import build_for, rows_outside
@@ -193,6 +194,9 @@ class Executor:
                     y = chunk.units[i](x, batch)
             is_loss = gradient is None
             if is_loss:  # y [n] is usually still nan: the head's backward fills it
+                if y.shape != batch.targets.shape:
+                    should = f"should be the loss of each token, {[*batch.targets.shape]}; `train_step` takes the mean"
+                    raise UserError(f"the head returns a tensor {[*y.shape]}; {should}")
                 # If the head computes with its losses, another operation made y, and they must be real.
                 if y.grad_fn.name() != "LinearCrossEntropyBackward" and not batch.real_losses:
                     self.real_losses = batch.real_losses = True

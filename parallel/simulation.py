@@ -32,6 +32,8 @@ def build(name, stages, microbatches, chunks=1):
     schedule = SCHEDULES[name](stages, microbatches, chunks)
     if not isinstance(schedule, Schedule):
         raise UserError(f"schedule={name}: returns {schedule!r}; should return a Schedule")
+    if len(schedule.actions) != stages:
+        raise UserError(f"{name}: has lists of actions for {len(schedule.actions)} ranks; should be {stages}")
     check_schedule(schedule, microbatches)
     return schedule
 
@@ -53,13 +55,15 @@ def check_actions(schedule, microbatches=None):
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
         raise UserError(f"{name}: parts={parts}: each pipeline should have the parts 0, 1, 2 ...")
     ranks = set(range(len(lists)))
-    if len(parts) != len(placement) or not set(placement) <= ranks or not any(lists):
-        should = f"should have {len(parts)} of {len(lists)} ranks, with actions"
+    if len(parts) != len(placement) or set(placement) != ranks or not any(lists):
+        should = f"should have {len(parts)} numbers, with each of {len(lists)} ranks, and these need actions"
         raise UserError(f"{name}: placement={placement}: {should}")
     m, index_of = microbatches or schedule.microbatches, {}
     for rank, actions in enumerate(lists):
         kinds, chunks = ", ".join(NOMINAL), [c for c, r in enumerate(placement) if r == rank]
         for i, action in enumerate(actions):
+            if not isinstance(action, Action):
+                raise UserError(f"{name}: rank {rank}: {action!r} should be an Action(kind, microbatch, chunk)")
             kind, j, chunk = action
             why = None
             if kind not in NOMINAL or not 0 <= j < m or chunk not in chunks:

@@ -84,7 +84,8 @@ class ParamSpec:
         digest = hashlib.blake2b(f"{seed} {self.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         whole = torch.randn(self.shape, generator=generator).mul_(self.std).add_(self.mean)
-        whole[self.shape[0] - self.padding :] = 0
+        if self.padding:
+            whole[-self.padding :] = 0
         return whole
 
 

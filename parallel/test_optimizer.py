@@ -16,7 +16,7 @@ from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
 from testing.compare import same_tensor
-from testing.record import record
+from testing.record import different, one_step, record
 from testing.tiny import built, drawn, tiny_batches, tiny_config
 
 
@@ -308,6 +308,14 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     assert steps[1][2] == steps[2][2] == learning_rate(config, 2)
     assert (steps[1][3], steps[2][3], scale) == (2.0**8, 2.0**7, 2.0**7)
     assert counters == {"iteration": 3, "consumed_samples": 3 * config.global_batch_size} and updates == 2
+
+
+@pytest.mark.parametrize("name", optimizer.RULES)
+def test_an_update_moves_the_weights_and_divides_by_the_loss_scale(name):
+    config = tiny_config(1, optimizer=name)
+    one = one_step(config)
+    assert any(not torch.equal(one.before[name], after) for name, after in one.after.items())
+    assert different(one_step(config, 1024.0), one) == []
 
 
 @pytest.mark.parametrize("name", optimizer.RULES)

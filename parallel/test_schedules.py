@@ -289,6 +289,8 @@ def changed(schedule, change):
         ("chimera", lambda lists: lists[1].insert(0, Action("F", 0, 6)), "micro-batch 0 has actions in chunk 0 and in"),
         ("1f1b", dict(parts=[0, 1, 3, 2]), "parts=[0, 1, 3, 2]"),
         ("1f1b", dict(placement=[0, 1, 2, 4]), "placement=[0, 1, 2, 4]"),
+        ("1f1b", dict(placement=[0, 1, 2, 2]), "placement=[0, 1, 2, 2]"),
+        ("1f1b", lambda lists: lists[1].append(("F", 0, 1)), "rank 1: ('F', 0, 1) should be an Action"),
     ],
 )
 def test_the_wrong_action_is_named(name, change, words):
@@ -312,6 +314,8 @@ def test_your_own_schedule(monkeypatch, capsys):
     assert "bubble 0.5294 of 51\npeak   3 2 2 1 in flight\n" in text and "bubble 0.2727 of 33 " in text
     monkeypatch.setitem(SCHEDULES, "mine", lambda stages, microbatches, chunks=1: None)
     assert "schedule=mine: returns None" in refusal(build, "mine", 2, 2)
+    monkeypatch.setitem(SCHEDULES, "mine", lambda stages, *rest: mine(stages + 1, *rest))
+    assert refusal(build, "mine", 2, 2) == "mine: has lists of actions for 3 ranks; should be 2"
 
 
 # --- the drawing ------------------------------------------------------------------------------------------------------

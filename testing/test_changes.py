@@ -23,8 +23,8 @@ from parallel.optimizer import RULES, Rule
 from parallel.tensor import ColumnParallelLinear, ParamSpec
 from recovery import checkpoint
 from testing.compare import same_tensor
-from testing.record import check_layout, record
-from testing.tiny import built, configured, fails, few, tiny_batches, tiny_config
+from testing.record import check_layout, one_step, record
+from testing.tiny import built, configured, fails, few, refusal, tiny_batches, tiny_config
 
 LAYOUTS = [  # (processes, fields)
     (2, dict(tp=2)),
@@ -347,6 +347,13 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
 @pytest.mark.parametrize("change", ["squared_losses", "left_out", "smoothing"])
 def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change):
     check_change(workers, change, ranks, **fields)
+
+
+def test_a_head_that_returns_a_mean_is_refused(monkeypatch):
+    forward = Head.forward
+    monkeypatch.setattr(Head, "forward", lambda *arguments: forward(*arguments).mean())
+    said = refusal(one_step, tiny_config(1))
+    assert said.startswith("the head returns a tensor []; should be the loss of each token, [8];")
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
