@@ -367,9 +367,11 @@ def check_layout(c, world):
     why = f"makes {most:,} micro-batches in an update; should be at most {MOST_MICRO_BATCHES:,.0f}"
     require(c, "global_batch_size", most <= MOST_MICRO_BATCHES, why)
     m = number_of_micro_batches(c, batch, data_ranks)
-    short = min(m, c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     require(c, "chunks", c.chunks <= c.num_layers + 2, f"should be at most num_layers + 2 = {c.num_layers + 2}")
-    parts = parts_of(c.schedule, c.pp, short, c.chunks)
+    try:  # usually the remainder decides whether a schedule suits m
+        parts = parts_of(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks)
+    except UserError:
+        parts = parts_of(c.schedule, c.pp, m, c.chunks)
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return data_ranks

@@ -13,7 +13,7 @@ from errors import UserError
 def needed(c, ranks, device):
     """Return the bytes that the fullest rank needs at least on its device. What is not known counts nothing."""
     dp = configuration.check(c, ranks)
-    if c.schedule not in ("gpipe", "chimera"):  # in the others more micro-batches need no more memory
+    if c.schedule in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"):  # more micro-batches need no more memory
         samples = min(c.global_batch_size, 5 * c.pp * c.micro_batch_size * dp // c.cp)
         c = replace(c, global_batch_size=samples, rampup_batch_size="")
     tables = predict_step(c, ranks, device).bytes_kept

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import config as configuration
 from accounts import ledger, memory
+from accounts.bubbles import FORMULAS
 from accounts.flops import hardware_flops, model_flops
 from accounts.matrices import matrices_of
 from accounts.meta import work_of
@@ -34,7 +35,6 @@ from model import unit_specs
 from operations import DTYPES
 from parallel import schedules, simulation
 from parallel.layout import Layout, all_buckets, number_of_micro_batches, tokens_of_rank
-from parallel.optimizer import RULES
 from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
@@ -75,7 +75,7 @@ class Model:
     def layout(self, dp, *fields):
         """Return the `layout.Layout` with these FIELDS and b = 1, which keeps its buckets."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
-        layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
+        layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, 2 * c.pp, c.chunks), self.buckets(c.tp, dp))
         layout.buckets = cache(layout.buckets)
         return layout
 
@@ -88,7 +88,7 @@ class Model:
     def sent(self, layout, m, b, rank):
         """Return the table of `ledger.predict_sent`. The calls of the cross-entropy rows are those of b = 1."""
         c, result = layout.config, {}
-        short = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
+        short = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1 if c.schedule in FORMULAS else m)
         for key, per, calls, sent in self.rows(layout, short, rank):
             times = m // short if "micro-batch" in per else 1
             samples = b if "micro-batch" in per and "bucket" not in per else 1
@@ -124,7 +124,7 @@ class Model:
         tokens = min(ROWS, tokens_of_rank(c)) * has_head
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         momentum = 0
-        if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors like its largest parameter
+        if c.optimizer == "muon" and largest:  # a block's momentum, three tensors like its largest parameter
             elements = max(m.elements for m in matrices_of(c))
             momentum = self.wide * (3 * elements + largest[0] * (layout.zero_stage > 0))
         update = max(0, momentum - parts["activations"])

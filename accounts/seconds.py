@@ -21,13 +21,13 @@ from functools import cache
 import numpy as np
 
 from accounts import memory, meta
+from accounts.bubbles import FORMULAS
 from accounts.ledger import ranks_of
 from accounts.matrices import matrices_of
 from accounts.memory import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
-from parallel.optimizer import RULES
 from parallel.zero import Window
 
 KINDS = ("F", "I", "W", "recomputation", "tensor parallel", "context parallel")  # columns of `Step.stages`
@@ -144,7 +144,7 @@ class Step:
         whole = self.z.item * tokens_of_rank(c) * c.hidden_size
         operation = "all_gather" if sp else "all_reduce"
         each = self.send("tp", 1, sent_bytes(operation, c.tp, whole), operation)
-        later = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
+        later = any(action.kind == "W" for action in schedule(c.schedule, c.pp, 2 * c.pp, c.chunks).actions[0])
         beside = columns * (1 + sp - later)
         hidden = min(each, W / (columns + rows))
         return (rows + columns * sp) * each, (rows * sp + columns * later + beside) * each - beside * hidden
@@ -203,7 +203,7 @@ class Step:
 
     def whole_matrices(self, rank):
         """Return the seconds of Muon's Newton-Schulz, 15 products of each matrix (`parallel/muon.py`)."""
-        if not RULES[self.c.optimizer].whole:
+        if self.c.optimizer != "muon":
             return 0.0
         device = self.device
         blocks = sum(name.startswith("block") for name in self.layout.buckets(rank))
@@ -265,7 +265,7 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
         each = {"interleaved": (F + I + W) / chunks, "zb-h1": F + I - W, "zb-v": max(I / 2, I - W)}
         hops = 2 * (p + m - 3 - (m - 2) // p) if name == "1f1b" else 2 * p * chunks  # a round trip has no slack in 1F1B
         return (p - 1) * each.get(name, F + I + W), hops * message
-    first = min(m, 3 * p + m % p)  # two short steps predict a long step
+    first = min(m, 3 * p + m % p) if name in FORMULAS else m  # two short steps predict a long step of our schedules
     still, moving = ends = simulated(name, p, first, chunks, F, I, W, message)
     if m > first:
         longer = simulated(name, p, first + p, chunks, F, I, W, message)

@@ -26,8 +26,24 @@ SMALL = Config(num_layers=13, hidden_size=64, num_attention_heads=8, seq_length=
 # --- short steps instead of long ones ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", schedules.SCHEDULES)
-@pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (2, 9), (4, 4), (4, 24), (6, 36)])
+def pairs(stages, microbatches, chunks=1):
+    """A reader's schedule: GPipe with two micro-batches, then with two others. It needs an even number."""
+    if microbatches % 2:
+        raise UserError(f"microbatches={microbatches}: pairs needs an even number")
+    order = [(kind, j) for first in range(0, microbatches, 2) for kind in "FB" for j in (first, first + 1)]
+    actions = [[schedules.Action(kind, j, rank) for kind, j in order] for rank in range(stages)]
+    return schedules.straight("pairs", chunks, actions)
+
+
+@pytest.fixture
+def with_pairs(monkeypatch):
+    monkeypatch.setitem(schedules.SCHEDULES, "pairs", pairs)
+    monkeypatch.setitem(configuration.CHOICES, "schedule", [*schedules.SCHEDULES])
+
+
+@pytest.mark.usefixtures("with_pairs")
+@pytest.mark.parametrize("name", [*schedules.SCHEDULES, "pairs"])
+@pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (2, 9), (4, 4), (4, 24), (6, 36), (3, 16)])
 def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
     """Sent and kept bytes equal ledger.predict_sent and memory.predict_kept of the whole step, in every row."""
     checked = 0
@@ -58,7 +74,19 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
             assert known.bytes_kept(short, m, b, rank) == memory.predict_kept(
                 layout, made, rank, memory.sizes(c, 2, 4, False)
             )
-    assert checked or (name == "interleaved" and m % p), "the program refuses each of these layouts"
+    refused = {"interleaved": m % p, "pairs": m % 2, "chimera": p % 2}
+    assert checked or refused.get(name), "the program refuses each of these layouts"
+
+
+@pytest.mark.usefixtures("with_pairs")
+@pytest.mark.parametrize("m", [7, 8, 16, 99])
+def test_a_schedule_of_yours_sees_the_number_of_micro_batches(m):
+    c = replace(SMALL, pp=3, schedule="pairs", micro_batch_size=1, global_batch_size=m)
+    if m % 2:
+        with pytest.raises(UserError, match=f"microbatches={m}: pairs needs"):
+            limits.needed(c, 3, torch.device("cpu"))
+    else:
+        assert limits.needed(c, 3, torch.device("cpu")) > 0 < search.facts_of(c, 3, A100)["step_seconds"]
 
 
 # --- published tables: identities -------------------------------------------------------------------------------------
