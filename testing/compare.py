@@ -160,12 +160,14 @@ def findings(case, pieces, whole, least=0.0):
     least: of a parameter's size. If it is set, the key bias is left out, on which no other number depends: its gradient
     is 0 except for rounding, and a rule may take its sign.
     """
-    found = []
+    found, least_size = [], max(least, 1e-4 * max(x.abs().max().item() for x in whole.values()))
     for rank, of_rank in enumerate(pieces):
         for name, (begin, end, ours) in of_rank.items():
-            some = slice(None, None, 2 if least and name.endswith("qkv.bias") else 1)  # q, k, v
-            theirs = case.local(name, whole[name], rank)[some].flatten()[begin:end]
-            size, ours = max(least, whole[name].abs().max().item()), ours[some].flatten()
+            theirs = case.local(name, whole[name], rank)
+            if least and name.endswith("qkv.bias"):  # q, k, v
+                theirs, ours = theirs[::2], ours[::2]
+            theirs, ours = theirs.flatten()[begin:end], ours.flatten()
+            size = max(least_size, whole[name].abs().max().item())
             distance = (ours - theirs).abs().max().item() if len(ours) else 0.0
             if not distance <= TOLERANCE * size:
                 relative = distance / size if distance < math.inf and size else math.inf
@@ -257,7 +259,11 @@ def gradient_cause(found, case):
         f"{ratio}Their gradient is summed over the holders twice.": twice and not everywhere,
         f"{ratio}Their gradient never arrives: it is dropped, or cleared before the reduction.": abs(r) < 1e-9,
         f"{ratio}{scale_cause(r, case)}.": r == r,
-        f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": 2**-18 < worst < 2**-7,
+        f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": (
+            2**-18 < worst < 2**-7 and case.loss is None
+        ),
+        "Each of these gradients is the right one times another number: does a rank compute a factor from its own "
+        "shard or slice (a norm)?": not np.isnan(ratios).any(),
         f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
         "Only replicated parameters may be summed over tp.": slices,
         f"Partial gradients are not summed over the tp ranks. {right}. Is it used inside a pair of linears? Then "
@@ -291,6 +297,10 @@ def gradient_cause(found, case):
         ).any(),
         "Only the matrices differ that need a whole update: is it made once per micro-batch, before the sums?": (
             rule.whole and all(specs[name].matrix for name in wrong)
+        ),
+        "A micro-batch has the gradient of a process that trains on it alone, but not on all samples: does a token's "
+        "loss depend on the other tokens of its micro-batch (a mean, a count)?": all(
+            same(sum(case.part(share[f.name], f) for share in case.shares.values()), f.ours) for f in found
         ),
         "The loss differs, too, and the outputs of the first micro-batch are right. Look at the targets, at the loss, "
         "at later micro-batches, at messages, and at buffers that are used again before they are sent.": (

@@ -81,6 +81,7 @@ RULES = {  # {Function: (its arguments) -> the letter of its results}
 class Letters(TorchFunctionMode):
     """Gives each result its letter, and compares it with `whole`, the operations of one process. Raises WrongStep."""
 
+    own = ()  # ids of the parameters of the unit that runs
     mixed = ()  # the stack of the first operation after a sum over tp that made V of V and R
 
     def __init__(self, whole):
@@ -89,6 +90,9 @@ class Letters(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         inputs = tensors((args, kwargs))
+        if any(isinstance(x, nn.Parameter) and id(x) not in self.own for x in inputs):
+            other = "a weight of another unit: with pp another rank has it, and ZeRO-3 frees it"
+            raise WrongStep(f"{described(func.__name__, inputs)}: {other}")
         found, with_gradient = {letter(x) for x in inputs}, {letter(x) for x in inputs if x.requires_grad}
         if torch.is_grad_enabled() and "I" in with_gradient and {"V"} & found | {"R"} & with_gradient:
             raise WrongStep(f"{described(func.__name__, inputs)}: {PART if 'V' in found else TWICE}")
@@ -161,6 +165,7 @@ def forward(c, whole=(), training=True):
     ):
         torch.manual_seed(c.tp)
         for unit in gpt.units:
+            letters.own = {id(p) for p in unit.parameters()}
             x = unit(x, batch)
     if letter(x) == "V":
         raise WrongStep(f"the losses differ between the tp ranks after {places(letters.mixed)}")

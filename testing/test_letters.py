@@ -58,6 +58,12 @@ EDITS = {  # name: (line of the code that is named, words of the message, [(old,
             (OUT, "        y = self.ops.dropout(y.reshape(len(batch.ids), -1), batch.drop(1, 9))\n" + OUT)
         ],
     ),
+    "a weight of another unit": (
+        "x + self.others[0].weight", "add of I [16, 32] and I [32]: a weight of another unit", [
+            ("        _, x = self.norm(x)", "        _, x = self.norm(x)\n        x = x + self.others[0].weight"),
+            ("    return [Embedding(", "    head.others = (blocks[0].ln1,)\n    return [Embedding("),
+        ],
+    ),
     "a head's number": (
         "y * torch.arange(", "mul of V [2, 8, 4, 4]", [
             (OUT, "        y = y * torch.arange(1, 1 + y.shape[2])[:, None]\n" + OUT),
@@ -71,6 +77,10 @@ RIGHT = {
     "a scale of the residual stream": [
         (PROJ, "        self.scale = ParamSpec(f'{name}.scale', (h,), mean=1.0)\n" + PROJ),
         (LAST, "        x = x * self.scale\n" + LAST),
+    ],
+    "a scalar": [
+        (PROJ, "        self.scale = ParamSpec(f'{name}.scale', (), mean=1.0)\n" + PROJ),
+        (LAST, "        y = y * self.scale\n" + LAST),
     ],
     "dropout": [(LAST, "        y = self.ops.dropout(y, batch.drop(1, 9))\n" + LAST)],
 }

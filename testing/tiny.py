@@ -127,18 +127,27 @@ def wrong_gradients(run):
         return f"a micro-batch has two losses, {trained:.8g} and {repeated:.8g}: random numbers? `ops.dropout` is right"
     if not math.isclose(trained, plain := loss(), rel_tol=1e-9):
         return f"the loss is {trained:.8g} in training, and {plain:.8g} without gradients (validation)"
-    params = [p for p in dict.fromkeys(run.model.parameters()) if p.requires_grad]
+    params, rounded = [p for p in dict.fromkeys(run.model.parameters()) if p.requires_grad], True
     for p in params:
         direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
-        losses = []
-        for step in (EPSILON, -2 * EPSILON, EPSILON):
-            p.data.add_(direction, alpha=step)
-            losses.append(loss())
         ours = (p.grad * direction).sum().item() / 2  # of two backwards
-        theirs = (losses[0] - losses[1]) / (2 * EPSILON)
+        theirs = slope(loss, p, direction, EPSILON)
         if not abs(ours - theirs) <= 1e-4 * max(1e-2, abs(theirs)):
             wrong.append(f"{p.spec.name} {ours:.6g} instead of {theirs:.6g}")
+            larger = (slope(loss, p, direction, times * EPSILON) for times in (10, 100, 1000))
+            rounded &= any(abs(ours - theirs) <= 1e-2 * max(2e-3, abs(ours)) for theirs in larger)
+    if wrong and rounded:
+        raise UserError("the loss is rounded; not with `x.to(reference.wide_dtype(x))` in the place of `x.float()`")
     return f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}" if wrong else ""
+
+
+def slope(loss, p, direction, step):
+    """Return (loss(p + step direction) - loss(p - step direction)) / 2 step."""
+    losses = []
+    for alpha in (step, -2 * step, step):
+        p.data.add_(direction, alpha=alpha)
+        losses.append(loss())
+    return (losses[0] - losses[1]) / (2 * step)
 
 
 class AfterActions(Tool):
