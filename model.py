@@ -200,7 +200,7 @@ class GPT(nn.Module):
         named = self.specs()
         for spec in (spec for unit in self.unit_specs for spec in unit):
             if spec is not named[spec.name]:
-                raise UserError(f"two parameters have the name {spec.name}: each should have its own, as block0.NAME")
+                raise UserError(f"two parameters are named {spec.name}; give each its own (in block 0: block0.NAME)")
             if spec.tp_dim is not None:
                 size = spec.shape[spec.tp_dim]
                 divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", size)

@@ -49,7 +49,7 @@ def test_a_parameter_or_buffer_of_torch_is_refused_by_name(own):
 def test_two_parameters_with_one_name_are_refused(monkeypatch):
     init = LayerNorm.__init__
     monkeypatch.setattr(LayerNorm, "__init__", lambda self, name, *rest: init(self, "block0.norm", *rest))
-    with pytest.raises(UserError, match=r"two parameters have the name block0.norm.weight: each should have its own"):
+    with pytest.raises(UserError, match=r"two parameters are named block0.norm.weight; give each its own"):
         GPT(tiny_config(1), tp=None)
 
 
