@@ -58,7 +58,8 @@ def fingerprints(zero):
         for kind, flat in flats.items():
             sharded = len(flat) < bucket.size
             shard, of_shard = (bucket.shards.rank, 1) if sharded else (None, bucket.shards.size)
-            for piece in bucket.pieces if sharded else bucket.layout.pieces(0, bucket.size):
+            pieces = bucket.pieces if sharded else bucket.layout.pieces(0, bucket.size)
+            for piece in (piece for piece in pieces if piece.begin < piece.end):
                 tp, of_tp = (None, bucket.tp.size) if piece.spec.tp_dim is None else (bucket.tp.rank, 1)
                 copies = bucket.holders.size * bucket.copies.size * of_shard * of_tp
                 count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN  # with the alignment padding

@@ -28,6 +28,16 @@ def test_a_change_of_one_word_changes_the_fingerprint():
             words[place] ^= change
 
 
+def copies_of(config):
+    return replicas.differing_copies(built(config, Mesh.of(config)).zero)
+
+
+def test_a_width_that_is_no_multiple_of_8_bytes(workers):
+    """A shard has nothing of a parameter that ends before it, at an odd place."""
+    config = tiny_config(3, hidden_size=18, num_attention_heads=3, dtype="bf16", zero=3)
+    assert workers.run(3, copies_of, config) == [[]] * 3
+
+
 def said_after_damage(config, rank, bucket, kind, place):
     """Return the message after one bit of one element has changed on one rank."""
     run = built(config, Mesh.of(config))
