@@ -158,16 +158,16 @@ def findings(case, pieces, whole, least=0.0):
     """Return the Findings of [{parameter: (begin, end, this rank's elements)} of each rank]. whole: the right ones.
 
     least: of a parameter's size. If it is set, the key bias is left out, on which no other number depends: its gradient
-    is 0 except for rounding, and a rule may take its sign.
+    is 0 except for rounding, and a rule may take its sign. Otherwise its size is that of other gradients.
     """
-    found, least_size = [], max(least, 1e-4 * max(x.abs().max().item() for x in whole.values()))
+    found, size_of_others = [], 1e-4 * max(x.abs().max().item() for x in whole.values())
     for rank, of_rank in enumerate(pieces):
         for name, (begin, end, ours) in of_rank.items():
             theirs = case.local(name, whole[name], rank)
             if least and name.endswith("qkv.bias"):  # q, k, v
                 theirs, ours = theirs[::2], ours[::2]
             theirs, ours = theirs.flatten()[begin:end], ours.flatten()
-            size = max(least_size, whole[name].abs().max().item())
+            size = max(least, size_of_others, whole[name].abs().max().item())
             distance = (ours - theirs).abs().max().item() if len(ours) else 0.0
             if not distance <= TOLERANCE * size:
                 relative = distance / size if distance < math.inf and size else math.inf
