@@ -118,7 +118,8 @@ def stirred(config, device=CPU, **fields):
 def wrong_gradients(run):
     """Compare the gradient along a random direction of each parameter with (loss(w + e v) - loss(w - e v)) / 2e.
 
-    Return "", or the difference. Layouts that share a mistake are equal, so only this sees it.
+    Return "", or the difference. Layouts that share a mistake are equal, so only this sees it. Raises UserError if only
+    larger e agree: a part of the loss is rounded.
     """
     batch, wrong = next(tiny_batches(run)), []
     trained, repeated = (run.executor.run(iter([batch]), 1, 1.0).item() for _ in range(2))
