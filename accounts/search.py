@@ -50,7 +50,7 @@ PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 #
 # A row of the ledger is proportional to the number of micro-batches, or constant. The peak of the bytes kept stays
 # the same after some rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of a
-# micro-batch. So a short step with b = 1 is enough.
+# micro-batch. So a short step with b = 1 is enough. Of a reader's schedule the whole step is computed.
 
 # {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches; in others at the end.
 SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2), "zb-v": (3, 2)}
@@ -75,6 +75,7 @@ class Model:
     def layout(self, dp, *fields):
         """Return the `layout.Layout` with these FIELDS and b = 1, which keeps its buckets."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
+        # A layout is the same for each m. A reader's schedule may need an even one.
         layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, 2 * c.pp, c.chunks), self.buckets(c.tp, dp))
         layout.buckets = cache(layout.buckets)
         return layout
@@ -260,14 +261,14 @@ def rank_all(config, gpus, device, fixed):
 
     If a layout does not fit, it is not tried with larger micro-batches.
     """
-    found, full = [], None
+    found, too_large = [], None
     gc.disable()  # saves a third of the time: the collector would visit all caches
     try:
         for c in tqdm([*candidates(config, gpus, device, fixed)], unit=" layouts", delay=2, leave=False, disable=None):
             layout = replace(c, micro_batch_size=1)
-            if layout != full:
+            if layout != too_large:
                 found.append(facts_of(c, gpus, device, exact=False) | {"config": c})
-                full = None if found[-1]["fits"] else layout
+                too_large = None if found[-1]["fits"] else layout
     finally:
         gc.enable()
     return sorted(found, key=sort_key)

@@ -20,6 +20,7 @@ from parallel.mesh import grid
 from parallel.optimizer import RULES
 
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
+NOISE = 1e-12  # of the largest gradient: a smaller one is 0 except for rounding, like a key bias's
 ROWS = 8  # rows of a table
 LATER = "Step 1 is right. Does a step leave something in a buffer? Do ranks draw different numbers of micro-batches?"
 OTHER = (
@@ -158,16 +159,17 @@ def findings(case, pieces, whole, least=0.0):
     """Return the Findings of [{parameter: (begin, end, this rank's elements)} of each rank]. whole: the right ones.
 
     least: of a parameter's size. If it is set, the key bias is left out, on which no other number depends: its gradient
-    is 0 except for rounding, and a rule may take its sign. Otherwise its size is that of other gradients.
+    is 0 except for rounding, and a rule may take its sign. Such a gradient (NOISE) has no size of its own.
     """
-    found, size_of_others = [], 1e-4 * max(x.abs().max().item() for x in whole.values())
+    found, sizes = [], {name: x.abs().max().item() for name, x in whole.items()}
+    largest = max(sizes.values())
     for rank, of_rank in enumerate(pieces):
         for name, (begin, end, ours) in of_rank.items():
             theirs = case.local(name, whole[name], rank)
             if least and name.endswith("qkv.bias"):  # q, k, v
                 theirs, ours = theirs[::2], ours[::2]
             theirs, ours = theirs.flatten()[begin:end], ours.flatten()
-            size = max(least, size_of_others, whole[name].abs().max().item())
+            size = max(least, sizes[name] if sizes[name] > NOISE * largest else 1e-4 * largest)
             distance = (ours - theirs).abs().max().item() if len(ours) else 0.0
             if not distance <= TOLERANCE * size:
                 relative = distance / size if distance < math.inf and size else math.inf
@@ -262,7 +264,7 @@ def gradient_cause(found, case):
         f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": (
             2**-18 < worst < 2**-7 and case.loss is None
         ),
-        "Each of these gradients is the right one times another number: does a rank compute a factor from its own "
+        "Each of these gradients is the right one times a factor of its own: does a rank compute a factor from its own "
         "shard or slice (a norm)?": not np.isnan(ratios).any(),
         f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
         "Only replicated parameters may be summed over tp.": slices,
@@ -298,8 +300,8 @@ def gradient_cause(found, case):
         "Only the matrices differ that need a whole update: is it made once per micro-batch, before the sums?": (
             rule.whole and all(specs[name].matrix for name in wrong)
         ),
-        "A micro-batch has the gradient of a process that trains on it alone, but not on all samples: does a token's "
-        "loss depend on the other tokens of its micro-batch (a mean, a count)?": all(
+        "The gradient is the sum of those of each micro-batch alone, but all samples together have another one: does a "
+        "token's loss depend on the other tokens of its micro-batch (a mean, a count)?": all(
             same(sum(case.part(share[f.name], f) for share in case.shares.values()), f.ours) for f in found
         ),
         "The loss differs, too, and the outputs of the first micro-batch are right. Look at the targets, at the loss, "

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a part of the grid of layouts (test_layouts.py), and adds its result to testing/grid.txt: commit, part, time.
 #
-#     bash testing/grid.sh 3                  part 3 of 32: about 400 layouts, 6 to 20 minutes on two cores
+#     bash testing/grid.sh 3                  part 3 of 32: about 400 layouts, 5 to 20 minutes on two cores
 #     ADVERSARY=1 bash testing/grid.sh 3      the same, where each result comes late (testing/adversary.py)
 #
 # A part is a random sample of the grid. Commit first: the line names the last commit.

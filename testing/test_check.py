@@ -6,9 +6,10 @@ import pytest
 
 import check
 import config
+import reference
 from conftest import needs_git
 from testing.judging import ROOT, copied, replaced, run
-from testing.tiny import tiny_config, write_tokens
+from testing.tiny import refusal, stirred, tiny_config, write_tokens, wrong_gradients
 
 TINY = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 8\nseq_length = 8\nvocab_size = 100\n"
 
@@ -129,6 +130,19 @@ def test_one_process_passes(tmp_path, name):
     arguments = {"resumed": (here, c), "first_loss": (here, c), "kernels": (c, "auto")}
     cause = getattr(check, name)(*arguments.get(name, [c]))
     assert not cause, cause
+
+
+def test_generation_with_a_part_in_float32_is_skipped(monkeypatch):
+    attention = reference.attention
+    in_float32 = lambda q, k, v, cache=None: attention(q.float(), k.float(), v.float(), cache).type_as(q)  # noqa: E731
+    monkeypatch.setattr(reference, "attention", in_float32)
+    assert "wide_dtype" in refusal(check.generation, check.small(tiny_config(1)))
+
+
+def test_a_gradient_that_is_slightly_wrong_is_not_called_rounded(monkeypatch):
+    gelu_ = reference.gelu_
+    monkeypatch.setattr(reference, "gelu_", lambda y, bias: 1.003 * (out := gelu_(y, bias)) - 0.003 * out.detach())
+    assert wrong_gradients(stirred(check.small(tiny_config(1)))).startswith("wrong in ")
 
 
 PROJ = "        self.proj = Row"

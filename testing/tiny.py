@@ -104,6 +104,7 @@ def built(config, mesh=None, device=CPU):
 # --- one process ------------------------------------------------------------------------------------------------------
 
 EPSILON = 1e-5  # of a finite difference
+ROUNDED = "a part is rounded; with `x.to(reference.wide_dtype(x))` instead of `x.float()` it can be compared"
 
 
 def stirred(config, device=CPU, **fields):
@@ -118,8 +119,8 @@ def stirred(config, device=CPU, **fields):
 def wrong_gradients(run):
     """Compare the gradient along a random direction of each parameter with (loss(w + e v) - loss(w - e v)) / 2e.
 
-    Return "", or the difference. Layouts that share a mistake are equal, so only this sees it. Raises UserError if only
-    larger e agree: a part of the loss is rounded.
+    Return "", or the difference. Layouts that share a mistake are equal, so only this sees it. Raises UserError if the
+    loss is rounded: small e do not agree with each other, and a larger e agrees with the gradient.
     """
     batch, wrong = next(tiny_batches(run)), []
     trained, repeated = (run.executor.run(iter([batch]), 1, 1.0).item() for _ in range(2))
@@ -135,10 +136,14 @@ def wrong_gradients(run):
         theirs = slope(loss, p, direction, EPSILON)
         if not abs(ours - theirs) <= 1e-4 * max(1e-2, abs(theirs)):
             wrong.append(f"{p.spec.name} {ours:.6g} instead of {theirs:.6g}")
-            larger = (slope(loss, p, direction, times * EPSILON) for times in (10, 100, 1000))
-            rounded &= any(abs(ours - theirs) <= 1e-2 * max(2e-3, abs(ours)) for theirs in larger)
+            near, far = (
+                [slope(loss, p, direction, times * EPSILON) for times in several]
+                for several in ((0.25, 0.5, 2), (10, 100, 1000))
+            )
+            agree = max(abs(theirs - x) for x in near) <= 0.1 * abs(ours - theirs)
+            rounded &= not agree and min(abs(ours - x) for x in far) <= 1e-2 * max(2e-3, abs(ours))
     if wrong and rounded:
-        raise UserError("the loss is rounded; not with `x.to(reference.wide_dtype(x))` in the place of `x.float()`")
+        raise UserError(ROUNDED)
     return f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}" if wrong else ""
 
 
