@@ -1,9 +1,8 @@
 """Names for the formulas of the exercises' predictions: the tests compare each with its derivation."""
 
-from accounts import memory, scaling, traffic
+from accounts import scaling, traffic, zero_states
 from accounts.bubbles import FORMULAS, by_formula
 from exercises.show import tiny
-from testing.tiny import CHECKED
 
 __all__ = ["FORMULAS", "by_formula", "scaling"]
 
@@ -17,10 +16,4 @@ def sent(ranks, axis, what=None, column=1, **fields):
 def kept(ranks, what=None, **fields):
     """Return the bytes of model states that rank 0 keeps in a step. what: only these."""
     p = traffic.predict_step(tiny(**fields), ranks)
-    return sum(size for name, size in memory.rank_states(p.layout, 0, p.sizes).items() if what in (None, name))
-
-
-def layouts_with(condition):
-    """Return how many of check.py's layouts fulfil a condition on their fields, for example "tp > 1"."""
-    usual = dict(dp=1, tp=1, pp=1, cp=1, sequence_parallel=False)
-    return sum(eval(condition, usual | fields) for fields in CHECKED)
+    return sum(size for name, size in zero_states.rank_states(p.layout, 0, p.sizes).items() if what in (None, name))

@@ -23,9 +23,9 @@ import config as configuration
 import train
 from accounts import scaling
 from accounts.flops import hardware_flops, model_flops
-from accounts.memory import rank_states
 from accounts.report import aligned
 from accounts.traffic import predict_step
+from accounts.zero_states import rank_states
 from errors import UserError, exit_on_user_error
 from model import GPT
 from parallel.optimizer import RULES, Rule

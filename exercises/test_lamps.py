@@ -19,10 +19,9 @@ from config import Config
 from parallel import optimizer, simulation, tensor
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
-from testing import letters
-from testing.compare import differences, same_tensor
+from testing.compare import same_tensor
 from testing.record import check_model, first_step, one_process, record
-from testing.tiny import AfterActions, built, drawn, stirred, storages, tiny_batches, tiny_config, wrong_gradients
+from testing.tiny import AfterActions, built, drawn, storages, tiny_batches, tiny_config
 
 pytestmark = pytest.mark.slow  # other tests show the same
 
@@ -345,32 +344,3 @@ def test_messages_to_lower_ranks_have_a_group_of_their_own():
         assert mesh.pp_to_lower.ranks == mesh.pp.ranks and mesh.pp_to_lower.group is not mesh.pp.group, (
             "`pp_to_lower` needs the ranks of pp and a second group (`second`)"
         )
-
-
-# --- 13: a mistake that only tensor parallelism sees ------------------------------------------------------------------
-
-
-def test_one_process_sees_no_mistake():
-    found = wrong_gradients(stirred(tiny_config(1)))
-    assert not found, found
-
-
-needs_mistake = pytest.mark.skipif(
-    "not config.pluginmanager.has_plugin('testing.judging')",
-    reason="needs an answer of exercise 13, which is a mistake",
-)
-
-
-@needs_mistake
-def test_tp_sees_the_mistake(workers):
-    for sequence_parallel in (False, True):
-        config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
-        found = differences(workers.run(2, record, config), one_process(workers, config))
-        assert found, f"with sequence_parallel={sequence_parallel} tp=2 trains the model of one process"
-
-
-@needs_mistake
-def test_the_types_name_the_line_of_the_mistake():
-    found = letters.findings(tiny_config(1))
-    assert found, "the types find no mistake"
-    assert "model.py" in found[0] and "WrongStep" in found[0], found[0]

@@ -247,6 +247,7 @@ def gradient_cause(found, case):
     right = "The sum is right for " + ", ".join(sorted({*of_tp, *of_pp}))
     slices = [f.name for f in found if case.cut(f.name) and all(same(x, f.ours) for x in case.held(f, "tp"))]
     apart = [f.name for f in found if not (case.cut(f.name) or all(same(x, f.ours) for x in case.held(f, "tp")))]
+    near = max(of_tp or apart, key=[*specs].index, default="")  # the nearest to the head: backward begins there
     f, (one, other) = max(found, key=lambda f: len(f.ours)), (case.shares.get((d, 0)) for d in (0, 1))
     counts, d = times_counted(f, case), case.place(f.rank)["dp"]
     mine, others = counts[d], torch.cat([counts[:d], counts[d + 1 :]])
@@ -264,18 +265,18 @@ def gradient_cause(found, case):
         f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": (
             2**-18 < worst < 2**-7 and case.loss is None
         ),
+        f"Partial gradients are not summed over the tp ranks. {right}. Is it used inside a pair of linears? Then "
+        "ParamSpec(partial=True).": 2 * len(of_tp) > len(found),
         "Each of these gradients is the right one times a factor of its own: does a rank compute a factor from its own "
         "shard or slice (a norm)?": not np.isnan(ratios).any(),
         f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
         "Only replicated parameters may be summed over tp.": slices,
-        f"Partial gradients are not summed over the tp ranks. {right}. Is it used inside a pair of linears? Then "
-        "ParamSpec(partial=True).": 2 * len(of_tp) > len(found),
         f"Partial gradients are not summed over the holders. {right}.": 2 * len(of_pp) > len(found),
         "Only the word table differs. The head and the embedding both add to its gradient, which is complete after "
         "the embedding's backward. Its buffer is reduced before that, or changes while it is sent.": (
             wrong == {"word.weight"} and not c.schedule.startswith("zb")
         ),
-        f"The tp ranks have different gradients of {''.join(apart[:1])}: is x used inside a pair of linears? Then each "
+        f"The tp ranks have different gradients of {near}: is x used inside a pair of linears? Then each "
         "rank has only its part of the gradient, and nobody sums the parts. Or is a sum over tp missing?": apart,
         "Data ranks 0 and 1 have the same gradient: they read the same samples.": (
             other and torch.equal(one[f.name], other[f.name])

@@ -316,8 +316,9 @@ def first_step(workers, ranks, config, change=UNCHANGED):
     )
     dropout_only, whole = False, replace(config, dropout=0.0)
     if config.dropout:
-        right = pytest.approx(one_process(workers, whole, 1, change).loss, rel=1e-10)
-        dropout_only = all(r.loss == right for r in workers.run(ranks, record, whole, 1, change))
+        right = one_process(workers, whole, 1, change)
+        right = pytest.approx((right.loss, right.norm), rel=1e-10)
+        dropout_only = all((r.loss, r.norm) == right for r in workers.run(ranks, record, whole, 1, change))
     shares = gradient_of_each_micro_batch(one.config, config, ranks // (config.tp * config.cp * config.pp))
     return records, one, shares, dropout_only, place(records, one, config.tp)
 
