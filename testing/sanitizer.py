@@ -21,7 +21,7 @@ A launch raises the original exception, not InterpreterError. Integers wrap sile
     assert t.loaded["x"] == t.stored["y"] == n * x.element_size()
 
 The interpreter models no exchange of registers between threads, order of additions in `tl.dot` and `tl.sum`, tf32, or
-speed (see compiled.py).
+speed.
 """
 
 import functools
