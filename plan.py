@@ -57,11 +57,8 @@ def entry(facts):
     bytes_kept, step = facts["memory_bytes"], facts["step_seconds"]
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in bytes_kept.items() if size >= 0.05 * GB)
-    binds, memory = facts["binds"], sum(bytes_kept.values()) / GB
-    for words, other in facts["other_seconds"].items():
-        if other < 0.999 * step:
-            binds += f"; {step / other - 1:.1%} faster with {words}"
-    return ROW.format(**facts | facts["layout"] | dict(memory=memory, waits=waits, parts=parts, binds=binds))
+    memory = sum(bytes_kept.values()) / GB
+    return ROW.format(**facts | facts["layout"] | dict(memory=memory, waits=waits, parts=parts))
 
 
 def parse(arguments):

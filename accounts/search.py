@@ -24,7 +24,7 @@ from itertools import product
 from tqdm import tqdm
 
 import config as configuration
-from accounts import ledger, memory
+from accounts import ledger, memory, zero_states
 from accounts.bubbles import FORMULAS
 from accounts.flops import hardware_flops, model_flops
 from accounts.matrices import matrices_of
@@ -41,7 +41,6 @@ FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recomp
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
 CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # of a rank; those that are tried
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
-ORDERS = configuration.CHOICES["order"]
 GB = 1e9
 PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
@@ -70,7 +69,7 @@ class Model:
         self.wide = max(4, self.item)
         self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
-        self.sizes = cache(lambda layout: memory.sizes(layout.config, self.item, self.wide, on_cpu=False))
+        self.sizes = cache(lambda layout: zero_states.sizes(layout.config, self.item, self.wide, on_cpu=False))
 
     def layout(self, dp, *fields):
         """Return the `layout.Layout` with these FIELDS and b = 1, which keeps its buckets."""
@@ -109,7 +108,7 @@ class Model:
         short = min(m, rounds * c.pp + extra)
         activations = self.activations(self.layout(layout.data_ranks, *fields), short, rank)
         whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, short, c.chunks), rank, self.sizes(layout))
-        states = memory.rank_states(layout, rank, self.sizes(layout))
+        states = zero_states.rank_states(layout, rank, self.sizes(layout))
         return states | whole | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
@@ -195,7 +194,7 @@ def check_search(c, has_days):
 def facts_of(c, gpus, device, tokens=None, exact=True):
     """Return {name: value} of one layout, in bytes and seconds.
 
-    exact=False is fast: it guesses the bubble, and tries no other order or copies.
+    exact=False is fast: it guesses the bubble.
     """
     c = replace(c, dtype=device.dtype if c.dtype == "auto" else c.dtype)
     model, p, batch, dp = model_of(c), c.pp, c.global_batch_size, gpus // (c.tp * c.pp)
@@ -212,7 +211,6 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
         "micro_batches": m,
         "step_seconds": step.seconds,
         "step_parts": step.parts,
-        "other_seconds": {},
         "bubble": step.bubble,
         "fullest_rank": fullest,
         "memory_bytes": bytes_of[fullest],
@@ -224,21 +222,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
         "days": (tokens / (batch * c.seq_length) if tokens else c.train_iters) * step.seconds / 86400,
         "arithmetic": [*step.block, *step.lines],
     }
-    for name, value in others(c, gpus, dp, device) if exact else ():
-        other = facts_of(replace(c, **{name: value}), gpus, device, exact=False)
-        guess = facts["step_seconds"] if p == 1 else facts_of(c, gpus, device, exact=False)["step_seconds"]
-        if other["fits"]:
-            facts["other_seconds"][f"--{name}={value}"] = step.seconds + other["step_seconds"] - guess
     return facts | {"binds": binds(facts)}
-
-
-def others(c, gpus, dp, device):
-    """Yield (field, value) of the same layout with another order of the ranks, or with ZeRO inside a node."""
-    nodes = gpus // device.per_node
-    if c.pp > 1 and dp > c.cp:
-        yield from (("order", order) for order in ORDERS if order != c.order)
-    if c.zero and c.zero_copies == 1 < nodes < dp and dp % nodes == 0:
-        yield "zero_copies", nodes
 
 
 def binds(facts):
