@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from errors import UserError, reading, regular
-from options import FORMER, Parser, boolean, where_now
+from options import Parser, boolean
 from parallel import schedules, simulation
 from parallel.layout import number_of_micro_batches
 from parallel.optimizer import RULES
@@ -90,12 +90,11 @@ class Config:
     schedule: str = "1f1b"  # order of the pipeline's work
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
     offload: bool = False  # keep the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
-    recompute: str = "none"  # full: keep only blocks' inputs; elementwise: not the outputs of norms, GELU, SwiGLU
+    recompute: str = "none"  # full: keep only blocks' inputs, and compute blocks again
 
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
     resume: str = "auto"  # auto: out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
-    new_data: bool = False  # resume with other training tokens or weights; each data set goes on where it was
     initial_weights: str = ""  # checkpoint whose weights begin a new run (Megatron-LM: --finetune)
     save_interval: int = 1000  # updates between checkpoints (0: at the end)
     keep: int = 2  # latest checkpoints to keep (0: all)
@@ -140,7 +139,7 @@ CHOICES = {
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "triton", "torch"),
-    "recompute": ("none", "elementwise", "full"),
+    "recompute": ("none", "full"),
     "order": ("dp-pp-tp", "pp-dp-tp"),
     "split": ("train", "val", "test"),
     "zero": (0, 1, 2, 3),
@@ -148,7 +147,8 @@ CHOICES = {
 }
 HINTS = {
     "split": "; prepare.py --split=949,50,1 divides the documents",
-    "schedule": f" (pipedream: {where_now(FORMER['updates_per_call'][1])})",
+    "recompute": "; only full blocks are computed again (attention never keeps its s^2 matrix)",
+    "schedule": "" if "pipedream" in schedules.SCHEDULES else "; pipedream: see ladder/rung14_pipedream.py",
 }
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
@@ -164,10 +164,10 @@ BELOW |= {"train_iters": 1e7}  # each update has a rate in a table
 BELOW |= {"num_layers": 1e5, "chunks": 1e5, "pp": 1e5}  # each is an object
 BELOW |= {"micro_batch_size": 1e6}  # `remedy` tries each smaller one
 MOST_MICRO_BATCHES = 1e5  # of an update: each has an action in a schedule
-NO_EFFECT = (  # on the weights of a resumed run; also two former fields
+NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
-    "tensorboard wandb comm_timeout new_data check_replicas init_method_std initial_loss_scale "
-    "initial_weights profile skip_norm stop_after_nan"
+    "tensorboard wandb comm_timeout check_replicas init_method_std initial_loss_scale "
+    "initial_weights profile"
 ).split()
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
@@ -210,7 +210,7 @@ def from_file(path):
     with reading(path, Exception):
         names = runpy.run_path(str(regular(path))).items()
         fields = {k: v for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))}
-        words = [f"--{k}={v}" for k, v in fields.items() if v != FORMER.get(k, (None,))[0]]
+        words = [f"--{k}={v}" for k, v in fields.items()]
     try:
         return vars(parser().parse_args(words))
     except UserError as error:
@@ -270,9 +270,7 @@ def of_checkpoint(index):
     saved, fields = index["config"], vars(Config())
     for name, value in saved.items():
         kind = type(fields.get(name))
-        if name in FORMER and name not in NO_EFFECT and value != FORMER[name][0]:
-            raise UserError(f"{name}={value!r:.40}: {where_now(FORMER[name][1])}")
-        if name not in (*fields, *FORMER) and value:
+        if name not in fields and value:
             raise UserError(f"{name}={value!r:.40}: the checkpoint uses this field, which this program does not have")
         if name in fields and type(value) not in ({kind, int} if kind is float else {kind}):
             raise UserError(f"{name}={value!r:.40}: should be like {fields[name]!r}")

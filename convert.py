@@ -272,6 +272,7 @@ def write_checkpoint(folder, model, config, tokenizer):
         "shapes": {name: list(spec.shape) for name, spec in specs.items()},
         "config": {name: getattr(config, name) for name in [*FIELDS, *MORE]},  # a run sets the others
         "tokenizer": tokenizer.name,
+        "data": [],
         "counters": {"iteration": 0, "consumed_samples": 0, "updates": 0},
         "loss_scale": {"dynamic": False, "scale": 1.0, "clean": 0, "patience": 0},
     }

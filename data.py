@@ -217,8 +217,7 @@ def places(numbers, shares):
         set                 0 1 0 2 1 0   0 1 0 2  1  0
         number in the set   0 0 1 0 1 2   3 2 4 1  3  5
 
-    So the samples before any sample have the first numbers of each set, without a gap, also in the middle of a cycle:
-    if the weights change there, each set can continue with its next number.
+    So the samples before any sample have the first numbers of each set, without a gap, also in the middle of a cycle.
     """
     sets, earlier = cycle(shares)
     cycles, i = np.divmod(numbers, len(sets))
@@ -236,15 +235,13 @@ class Mixture:
     """One split of the data sets in `data_dir`. Raises UserError.
 
     sets: {name: Tokens}, with `shares`. missing: a line about each set without a sample of the split (not train).
-    offsets[k]: a sample's number in set k, minus the number that `places` gives; 0 until --new_data changes the sets or
-    weights. former: the entries in `state` of sets that the run had before, and has no more.
     """
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
         found = shares_of(data_dir)
         names = [Path(folder).absolute().name for folder in found]
         names = names if len({*names}) == len(names) else [*found]
-        self.sets, shares, self.missing, self.former = {}, [], [], []
+        self.sets, shares, self.missing = {}, [], []
         for name, (folder, share) in zip(names, found.items(), strict=True):
             try:
                 self.sets[name] = Tokens(folder, split, seq_length, vocab_size)
@@ -255,7 +252,7 @@ class Mixture:
                 self.missing.append(f"no {split} loss of {name}: {error}")
         if not self.sets:
             raise UserError(self.missing[0])
-        self.shares, self.offsets = tuple(shares), np.zeros(len(shares), np.int64)
+        self.shares = tuple(shares)
         self.seq_length, self.num_samples = seq_length, sum(tokens.num_samples for tokens in self.sets.values())
         self.first, *others = self.sets.values()
         for tokens in others:
@@ -273,7 +270,6 @@ class Mixture:
     def batch(self, numbers, seed):
         """Return the tokens of samples. numbers [b] int64 -> [b, seq_length + 1] int64 tensor"""
         which, inside = places(numbers, self.shares)
-        inside += self.offsets[which]
         rows = torch.empty(len(numbers), self.seq_length + 1, dtype=torch.int64)
         for k, tokens in enumerate(self.sets.values()):
             if (mine := which == k).any():
@@ -282,7 +278,7 @@ class Mixture:
 
     def progress(self, consumed_samples):
         """Return the entries of a row of metrics.jsonl: tokens and epochs of each of several sets."""
-        row, samples = {}, self.offsets + counts(consumed_samples, self.shares)
+        row, samples = {}, counts(consumed_samples, self.shares)
         for (name, tokens), count in zip(self.sets.items(), samples.tolist(), strict=True):
             row[f"consumed_tokens/{name}"] = count * self.seq_length
             row[f"epochs/{name}"] = count / tokens.num_samples
@@ -293,21 +289,9 @@ class Mixture:
         return sum(share * losses[name] for name, share in zip(self.sets, self.shares, strict=True)) / sum(self.shares)
 
     def state(self):
-        """Return what a checkpoint says about the training data: an entry for each set. share: 0 for former sets."""
-        rows = zip(self.sets.items(), self.shares, self.offsets.tolist(), strict=True)
-        here = [identity(t) | dict(name=name, share=share, offset=offset) for (name, t), share, offset in rows]
-        return here + self.former
-
-    def resume(self, index):
-        """Continue after a checkpoint: each set with its own next sample, also if the sets or weights are others."""
-        here, consumed = self.state(), index["counters"]["consumed_samples"]
-        saved = index.get("data") or here  # convert.py wrote none
-        shares = tuple(entry["share"] for entry in saved)
-        before = counts(consumed - saved[0].get("begins", 0), shares).tolist()  # an older program noted `begins`
-        used = {content(entry): entry["offset"] + n for entry, n in zip(saved, before, strict=True)}
-        self.offsets = np.array([used.pop(content(entry), 0) for entry in here]) - counts(consumed, self.shares)
-        former = [entry for entry in saved if content(entry) in used]
-        self.former = [entry | {"share": 0, "offset": used[content(entry)]} for entry in former]
+        """Return what a checkpoint says about the training data: an entry for each set."""
+        rows = zip(self.sets.items(), self.shares, strict=True)
+        return [identity(t) | dict(name=name, share=share) for (name, t), share in rows]
 
 
 def content(entry):
@@ -316,7 +300,7 @@ def content(entry):
 
 def mixture(entries):
     """Return what is equal in `Mixture.state` of the same sets with the same shares."""
-    return [(content(entry), entry["share"]) for entry in entries if entry["share"]]
+    return [(content(entry), entry["share"]) for entry in entries]
 
 
 # -- samples of a data rank

@@ -16,6 +16,10 @@ if sys.platform == "win32" or sys.version_info < (3, 11):  # the programs import
     sys.exit(2)
 import fcntl
 
+LESS_MEMORY = (
+    "set --recompute=full, a smaller --micro_batch_size, --zero, --tp or, on a GPU, --offload; "
+    "python plan.py lists what fits"
+)
 WRONG = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
 
 
@@ -96,8 +100,8 @@ def locked(path, message):
 
 def cause(error):
     """Return a UserError for a mistake, an OSError or a lack of memory, otherwise None."""
-    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
-        return UserError(f"not enough memory: {error}")
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory|ALLOC_FAILED", str(error)):
+        return UserError(f"not enough memory: {str(error) or 'MemoryError'}; in training, {LESS_MEMORY}")
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"{error.filename or 'the system refused a call'}: {error.strerror}")
     return error if isinstance(error, UserError) else None

@@ -1,7 +1,6 @@
 """Choose the operations around the matrix products: from `reference.py`, or their fused forms from `kernels.py`."""
 
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -22,41 +21,6 @@ def resolved_dtype(config, device):
 
 
 def choose(config, device, dtype):
-    ops = choose_kernels(config, device, dtype)
-    return recomputable(ops) if config.recompute == "elementwise" else ops
-
-
-def recomputable(ops):
-    """Return `ops` with norms and activations whose output y has `y.recompute()`, which computes y once more.
-
-    It reads only what their own backward keeps. So the linear that reads y does not keep y.
-    """
-
-    def normed(operation):
-        def run(y, x, *rest):
-            z, out = operation(y, x, *rest)
-            kept = z.detach()
-            out.recompute = lambda: operation(None, kept, *rest)[1]
-            return z, out
-
-        return run
-
-    def gelu_(y, bias):
-        out, kept = ops.gelu_(y, bias), y.detach()
-        bias = None if ops.gelu_ is reference.gelu_ else bias  # reference.py has added it to y
-        out.recompute = partial(ops.gelu_, kept, bias)
-        return out
-
-    def swiglu(gate, up):
-        out = ops.swiglu(gate, up)
-        out.recompute = partial(ops.swiglu, gate.detach(), up.detach())
-        return out
-
-    norms = dict(add_layer_norm_=normed(ops.add_layer_norm_), add_rms_norm_=normed(ops.add_rms_norm_))
-    return SimpleNamespace(**vars(ops) | norms | dict(gelu_=gelu_, swiglu=swiglu))
-
-
-def choose_kernels(config, device, dtype):
     """Return the operations that --kernels selects. Raises UserError.
 
     auto, on a GPU: the Triton kernels, but PyTorch's attention, which should be faster (not measured yet). Its backward

@@ -39,6 +39,7 @@ fp16: use --dtype=fp16
 bf16: use --dtype=bf16
 trainer.precision training.mixed-precision-param: use --dtype
 fp[48]-.* float8.*: not built: see --dtype
+recompute-(granularity|activations): use --recompute=full for full; selective is usual: attention keeps no s^2 matrix
 recompute-.* (deepspeed-)?activations?-checkpoint.* checkpoint-activations: use --recompute=full
 no-masked-softmax-fusion no-.*-fusion: use --kernels=torch
 train-batch-size: use --global_batch_size
@@ -59,8 +60,10 @@ overlap-.*: not needed: communication always overlaps computation
 .*pipeline-parallel-degree: use --pp
 .*context-parallel-degree: use --cp
 num-layers-per-virtual-pipeline-stage: use --chunks, the number of parts of a rank
-expert-.*-parallel-size .*expert-parallel-degree: not built: see ladder/rung20_experts.py
-moe-.* num-experts: not built: see ladder/rung20_experts.py
+(num-)?experts top-k moe-.* expert-.*-parallel-size .*expert-parallel-degree: not built: see ladder/rung20_experts.py
+context cp-comm-type .*ring-attention.*: not built: see ladder/rung21_ring_attention.py
+penalty: not built: see ladder/rung22_gradient_variance.py
+pipedream updates-per-call: not built: see ladder/rung14_pipedream.py
 (training.|tokens.train-|max-)steps trainer.max-steps max-iters train-samples: use --train_iters
 .*seq-len .*sequence-length model.encoder-seq-length block-size: use --seq_length
 learning-rate: use --lr
@@ -85,26 +88,6 @@ qk-layernorm kv-channels rotary-percent use-rope-scaling: not built: see GUIDE.m
 attention-dropout: not built: --dropout is that of the outputs
 reset-attention-mask reset-position-ids eod-mask-loss: not built: documents in a sample see each other
 """
-
-
-# Fields that the program no longer has: (the value that files may still have, where to look now).
-EXPERTS = "ladder/rung20_experts.py"
-FORMER = {
-    "updates_per_call": (1, "ladder/rung14_pipedream.py"),
-    "context": ("ulysses", "ladder/rung21_ring_attention.py"),
-    "penalty": (0.0, "ladder/rung22_gradient_variance.py"),
-    "experts": (0, EXPERTS),
-    "top_k": (1, EXPERTS),
-    "expert_group": (0, EXPERTS),
-    "capacity_factor": (1.25, EXPERTS),
-    "balance": (0.01, EXPERTS),
-    "skip_norm": (0.0, "--clip_grad"),
-    "stop_after_nan": (20, "log.py"),
-}
-
-
-def where_now(rung):
-    return f"see {rung}; train.py of commit 586328a still has it"
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,8 +121,6 @@ class Parser(argparse.ArgumentParser):
         for names, _, answer in (row.partition(": ") for row in FOREIGN.splitlines()):
             if any(re.fullmatch(pattern, name) for pattern in names.split()):
                 return answer.format(flag)
-        if former := FORMER.get(last.replace("-", "_")):
-            return where_now(former[1])
         for option in self._actions:
             if f"--{last}" in re.findall(r"--[\w-]+", option.help or ""):
                 return f"use {option.option_strings[-1]}"

@@ -23,7 +23,7 @@ import prepare
 import tokenizer
 from testing.tiny import refusal
 from testing.vocabularies import END, JAPANESE, LLAMAS, llamas, text_of_atoms, trained, write_llamas
-from tokenizer import BYTE_OF, COPY, copied, copy, last_cut, load_tokenizer
+from tokenizer import COPY, copied, copy, last_cut, load_tokenizer
 
 HERE = Path(__file__).parent
 TEXTS = ["", " ", "\n", "a\0 \0\0b", JAPANESE, *(text_of_atoms(random.Random(i), 120) for i in range(60))]
@@ -82,7 +82,6 @@ def test_a_name_is_tiktokens_and_needs_no_copy(name, n_vocab, dtype, large, tmp_
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_a_name_comes_back_from_its_files(name, request, tmp_path):
-    """convert.py writes them. Old data sets and checkpoints have such a copy, and do not need the package."""
     convert = pytest.importorskip("convert")  # not at the top: it imports torch
     ours = load_tokenizer(name) if name == "bytes" else request.getfixturevalue(name)
     convert.write_tokenizer(ours, tmp_path)
@@ -93,8 +92,6 @@ def test_a_name_comes_back_from_its_files(name, request, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
     check_equal(ours, hugging_faces(theirs.backend_tokenizer))
     assert theirs.eos_token_id == ours.eot_token
-    request.getfixturevalue("without_the_package")
-    assert type(copied(tmp_path, name)) is tokenizer.Tokenizer
 
 
 @pytest.mark.parametrize("pattern", [None, r"'s| ?\p{L}+|\p{N}{1,3}|\s+(?!\S)|\s+", r"\p{L}+|[0-9]"])
@@ -120,39 +117,6 @@ def test_a_trained_vocabulary_in_each_form_and_its_copy(pattern, tmp_path):
         theirs_again = transformers.AutoTokenizer.from_pretrained(str(copies))
         check_equal(ours, hugging_faces(theirs_again.backend_tokenizer))
         assert theirs_again.eos_token == END
-
-
-def old_sample(folder):
-    """Write two vocabularies: one in a pair of files, and the copy that older data sets and checkpoints have of it.
-
-    The last merge makes no token, because `ab` comes before `bc`. The copy does not have it.
-    """
-    (pair := folder / "pair").mkdir()
-    (old_copy := folder / "old").mkdir()
-    merges, merged = [["a", "b"], ["b", "c"], ["a", "bc"]], ["ab", "bc", "abc"]
-    vocab = {text: i for i, text in enumerate([*BYTE_OF, *merged, END])}
-    (pair / "vocab.json").write_text(json.dumps(vocab))
-    (pair / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(merge) + "\n" for merge in merges))
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content = {
-        "added_tokens": [{"id": vocab[END], "content": END, **plain, "special": True}],
-        "pre_tokenizer": tokenizer.BYTE_LEVEL,
-        "decoder": tokenizer.BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges[:2]},
-    }
-    (old_copy / COPY[0]).write_text(json.dumps(content))
-    return pair, old_copy
-
-
-def test_the_names_of_vocabularies_never_change(tmp_path):
-    """Old data sets and checkpoints stay those of the same vocabulary. The names and ids come from commit 586328a."""
-    pair, old_copy = old_sample(tmp_path)
-    for source in (pair, old_copy):
-        assert loaded(source).name == "bpe-260-4136c0f8"
-        assert loaded(source).encode_ordinary("abc bc") == [256, 66, 220, 257]
-    value = json.loads((old_copy / COPY[0]).read_text())
-    (old_copy / COPY[0]).write_text(json.dumps(value | {"normalizer": {"type": "NFC"}}))
-    assert loaded(old_copy).name == "file-260-4fcaa115"
 
 
 def test_without_network_the_message_says_what_to_do(monkeypatch):

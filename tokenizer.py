@@ -146,8 +146,7 @@ class FileTokenizer(Tokenizer):
             model, special = value["model"], {token["content"]: token["id"] for token in value["added_tokens"]}
             special[self.end] = self.eot_token
             ids = sorted((bytes_of(text), i) for text, i in model["vocab"].items() if text not in special)
-            made = dict.fromkeys(map("".join, model["merges"]))
-            merged_tokens = [bytes_of(text) for text in made if len(self.inner.model.tokenize(text)) == 1]
+            merged_tokens = [bytes_of(text) for text in dict.fromkeys(map("".join, model["merges"]))]
             # without merges the pattern has no effect
             content = repr((ids, merged_tokens, sorted(special.items()), self.end, pattern if merged_tokens else ""))
         else:
@@ -224,10 +223,7 @@ def copy(tokenizer, folder):
 
 def copied(folder, name):
     """Return the copy in a data set or checkpoint, or the tokenizer `name` if there is none."""
-    has_copy = Path(folder, COPY[0]).is_file()
-    if name in ("bytes", "gpt2") and find_spec("tokenizers") is None:  # old ones have copies of these, too
-        has_copy = False
-    return load_tokenizer(str(folder) if has_copy else name)
+    return load_tokenizer(str(folder) if Path(folder, COPY[0]).is_file() else name)
 
 
 def read(path):

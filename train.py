@@ -244,8 +244,7 @@ def run_training(config, mesh, device):
         tokens, path = agree(mesh.world, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
-            sets = tokens["train"]
-            samples = config.train_epochs * sets.num_samples - int(sets.offsets.sum())
+            samples = config.train_epochs * tokens["train"].num_samples
             done = checkpoint.read_index(path)["counters"] if path else vars(Counters())
             begun = done["iteration"], done["consumed_samples"]
             config.train_iters = configuration.iterations(config, samples, *begun)

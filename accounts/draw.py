@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from accounts.bubbles import FORMULAS, by_formula, simulate, timeline
-from accounts.memory import model_states
 from accounts.trace import HIDDEN
+from accounts.zero_states import model_states
 from errors import UserError, exit_on_user_error, reading
 from options import Parser, within
 from parallel import schedules, simulation

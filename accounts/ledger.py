@@ -32,7 +32,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from accounts.matrices import matrices_of
-from accounts.memory import shards_of
+from accounts.zero_states import shards_of
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import REPLICATED, replica_sums, rows_outside, tokens_of_rank

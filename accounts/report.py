@@ -2,7 +2,7 @@
 
 import contextlib
 
-from accounts import clock, ledger, memory, meter, profile, trace
+from accounts import clock, ledger, memory, meter, profile, trace, zero_states
 from errors import agreed
 from parallel.comm import agree, gather_objects
 
@@ -44,7 +44,7 @@ def measured(run, activations):
         head = run.executor.real_losses
         expected.append((ledger.predict_sent(layout, schedules[m][0], rank, data_rank, *widths, head), count))
     sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
-    sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
+    sizes = zero_states.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, schedules[max(run.steps)][0], rank, sizes)  # the largest step
     return sent, {"bytes": meter.measured_states(zero) | activations.rows(), "formula": formula}
 
@@ -83,11 +83,11 @@ def kept_table(who, layout, rank, columns, tp_rank=0):
     first, *_ = columns.values()
     states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
-    rows, stored = [("what is kept", *columns, "bytes per parameter")], memory.stored(layout, rank)
+    rows, stored = [("what is kept", *columns, "bytes per parameter")], zero_states.stored(layout, rank)
     for what, names in parts.items():
         sums = [sum_of([table.get(name) for name in names]) for table in columns.values()]
         rows.append((what, *map(number, sums), "-" if sums[0] is None else f"{float(sums[0]) / stored:.2f}"))
-    end = f"P = {stored:,} parameters as stored, {memory.padding(layout, rank, tp_rank):,} of them padding"
+    end = f"P = {stored:,} parameters as stored, {zero_states.padding(layout, rank, tp_rank):,} of them padding"
     return f"kept by {who}\n{aligned(rows, 1)}\n{end}"
 
 

@@ -20,11 +20,11 @@ from functools import cache
 
 import numpy as np
 
-from accounts import memory, meta
+from accounts import meta, zero_states
 from accounts.bubbles import FORMULAS
 from accounts.ledger import ranks_of
 from accounts.matrices import matrices_of
-from accounts.memory import rank_states
+from accounts.zero_states import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
@@ -35,8 +35,6 @@ KINDS = ("F", "I", "W", "recomputation", "tensor parallel", "context parallel") 
 REST = 0.18
 # Bytes of the backward of the operations between products, in units of forward. GELU: 12 for 8; LayerNorm: 4 for 3.
 BACKWARD = 1.4
-# Share of these bytes that norms and activations move: recompute=elementwise moves them once more. GPT-2 12 of 21.
-ELEMENTWISE = 0.57
 # Expected errors on A100 and H100, of samples with 2,048 tokens and with more than 4,096 (test_plan.py).
 ERROR, LONG_ERROR = 0.10, 0.15
 
@@ -86,7 +84,7 @@ class Step:
     # --- computation --------------------------------------------------------------------------------------------------
 
     def unit(self, work):
-        """Return the seconds (F, I, W, passes between products of F) of a unit, without communication."""
+        """Return the seconds (F, I, W) of a unit, without communication."""
         device, z = self.device, self.z
 
         def product(M, K, N, result=z.item):
@@ -105,7 +103,7 @@ class Step:
         F = sum(product(M, K, N) for M, K, N in work.products)
         I = sum(product(M, N, K) for M, K, N in work.products)
         W = sum(product(K, M, N, 2 * z.wide) for M, K, N in work.products)
-        return F + triangle + passes, I + 2.5 * triangle + BACKWARD * passes, W, passes
+        return F + triangle + passes, I + 2.5 * triangle + BACKWARD * passes, W
 
     def stages(self):
         """Return the seconds of one micro-batch as an array [pp, 6]: KINDS of each rank.
@@ -114,15 +112,15 @@ class Step:
         """
         c, layout, z = self.c, self.layout, self.z
         units = meta.work_of(c, z.item)
-        F, I, W, passes = self.unit(units["block"])
+        F, I, W = self.unit(units["block"])
         formula = "products; F, I: attention, bytes of the other operations / rate"
         self.block += [(f"{kind} of a block", formula, x) for kind, x in {"F": F, "I": I, "W": W}.items()]
         in_F, in_I = self.tensor_parallel(W)
         elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
         over_cp = self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * z.item))  # in I as long
-        again = {"none": 0.0, "elementwise": ELEMENTWISE * passes, "full": F + in_F + over_cp}[c.recompute]
+        again = (F + in_F + over_cp) * (c.recompute == "full")
         block = F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
-        head = sum(self.unit(units["head"])[:3])
+        head = sum(self.unit(units["head"]))
         self.block.append(("F, I and W of the head", formula, head))
         embedding = (6 * z.item + 3 * z.wide) * tokens_of_rank(c) * c.hidden_size / self.memory
         counts, pipelines = [], sum(0 in of_chunk for of_chunk in layout.units)
@@ -193,7 +191,7 @@ class Step:
         """Return the seconds of the optimizer, which memory limits; with offload the CPU's memory and PCIe."""
         layout, device, z = self.layout, self.device, self.z
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
-        elements = memory.stored(layout, rank) / layout.shards
+        elements = zero_states.stored(layout, rank) / layout.shards
         state, read = 2 * (master + moments), 2 * z.wide * elements  # the norm and the update read the gradients
         if not self.c.offload:
             return (state + gradients + read + z.item * elements) / self.memory

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
-from accounts import ledger, memory, meta, traffic
+from accounts import ledger, memory, meta, traffic, zero_states
 from config import Config
 from model import unit_specs
 from parallel import simulation, tensor
@@ -108,12 +108,12 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(schedule, chun
         assert configuration.check(config, 4096) == dp
         plan = simulation.build(schedule, pp, m, chunks)
         layout = Layout(config, dp, unit_specs(config), plan)
-        sizes = memory.sizes(config, item=2, wide=4, on_cpu=False)
+        sizes = zero_states.sizes(config, item=2, wide=4, on_cpu=False)
         for rank in (0, 1, pp - 1):
             sent = ledger.predict_sent(layout, plan, rank, 0, 2, 4)
             kept = memory.predict_kept(layout, plan, rank, sizes)
             blocks = sum(name.startswith("block") for name in layout.buckets(rank))
-            P, bsh = memory.stored(layout, rank), b * s * h
+            P, bsh = zero_states.stored(layout, rank), b * s * h
             both = sum(sent["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
             assert both == 10 * bsh * blocks * m * Fraction(t - 1, t) * 2
             assert sent["data", "gradients", "reduce_scatter"] == (

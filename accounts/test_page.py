@@ -30,7 +30,7 @@ ADDRESSES = [  # of the first view
 LAYOUTS = [  # of the second view
     "dp=4&tp=2&pp=2&zero=1&sequence_parallel=true&micro_batch_size=2&schedule=zb-h1&vary=m",
     "dp=4&tp=2&pp=4&zero=3&recompute=full&micro_batch_size=2&schedule=gpipe&vary=tp",
-    "dp=4&pp=4&zero=2&recompute=elementwise&schedule=zb-v&vary=schedule",
+    "dp=4&pp=4&zero=2&schedule=zb-v&vary=schedule",
     "dp=4&pp=4&zero=1&schedule=chimera&model=gpt3_1b3&m=32&vary=micro_batch_size",
     "dp=1&pp=4&zero=3&schedule=interleaved&vary=recompute",
     "dp=4&pp=4&schedule=interleaved&m=6&vary=dp",  # refused

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import config as configuration
-from accounts import curve, draw, memory, traffic
+from accounts import curve, draw, traffic, zero_states
 from accounts.metrics import to_json
 from errors import UserError
 from model import unit_specs
@@ -94,7 +94,7 @@ def test_the_bars_of_zero_are_the_model_states(tmp_path):
     draw.main(["--zero=16", f"--svg={tmp_path}/x.svg"])
     words = set(texts(tmp_path / "x.svg"))
     for stage in range(4):
-        states = memory.model_states(draw.PARAMETERS, 16, stage)
+        states = zero_states.model_states(draw.PARAMETERS, 16, stage)
         wide = {f"{what} {float(size) / 1e9:.1f}" for what, size in states.items() if size > 20e9}
         assert wide | {*states} <= words, stage
 

@@ -11,7 +11,7 @@ import torch
 
 import config as configuration
 import plan
-from accounts import bubbles, ledger, limits, memory, meta, search, seconds, traffic
+from accounts import bubbles, ledger, limits, memory, meta, search, seconds, traffic, zero_states
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
@@ -50,7 +50,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
     for chunks, dp, tp, zero, sp, recompute, b, dropout in [
         (1, 1, 1, 0, False, "none", 2, 0.1),
         (1, 3, 2, 3, True, "full", 1, 0.0),
-        (2, 2, 2, 1, True, "elementwise", 3, 0.0),
+        (2, 2, 2, 1, True, "none", 3, 0.0),
         (3, 2, 4, 2, False, "none", 1, 0.1),
         (1, 4, 2, 3, True, "full", 1, 0.0),
     ]:
@@ -72,7 +72,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
                 assert sent[key][1] == size
                 assert sent[key][0] == calls or key[1] == "cross-entropy rows"
             assert known.bytes_kept(short, m, b, rank) == memory.predict_kept(
-                layout, made, rank, memory.sizes(c, 2, 4, False)
+                layout, made, rank, zero_states.sizes(c, 2, 4, False)
             )
     refused = {"interleaved": m % p, "pairs": m % 2, "chimera": p == 3}
     assert checked or refused.get(name), "the program refuses each of these layouts"
@@ -118,7 +118,7 @@ def test_korthikanti_figure_1(sizes, batch, b, row):
     L, h, heads, tp, pp, v = sizes
     states, *expected = row
     weights = 12 * L * h**2 // (tp * pp)  # the figure leaves out biases, LayerNorms and embeddings
-    assert sum(memory.model_states(weights, 1, 0).values()) == states * 2**30
+    assert sum(zero_states.model_states(weights, 1, 0).values()) == states * 2**30
     formula, bsh = bubbles.FORMULAS[config.schedule].peak, b * TOKENS * h
     blocks = bubbles.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
@@ -312,39 +312,12 @@ def test_published_times_of_llm_foundry():
     assert "\n".join(lines) in MEASURED
 
 
-def as_megatron_of_2021(monkeypatch):
-    """Predict Megatron-LM of 2021 instead of our program, for tp = pp = 1.
-
-    Attention forms the [s, s] matrix, and it passes through memory several times. dW is written, and then added to the
-    gradient. Gradients are reduced after the backward.
-    """
-    unit, data_parallel = seconds.Step.unit, seconds.Step.data_parallel
-
-    def theirs(self, work):
-        (F, I, W, _), c, device = unit(self, work), self.c, self.device
-        if not work.attention:
-            return F, I, W, 0.0
-        peak, elements = self.peak, c.micro_batch_size * c.seq_length**2 * c.num_attention_heads
-        triangle = work.attention / 2 / (peak * device.attention)
-        # Bytes for each element of the matrix: product, mask with softmax, dropout with a mask of 1 byte, product.
-        F += work.attention / (peak * device.matrix) + (2 + 4 + 5 + 2) * elements / self.memory - triangle
-        I += 2 * work.attention / (peak * device.matrix) + (2 + 2 + 5 + 6 + 4) * elements / self.memory - 2.5 * triangle
-        return F, I, W + 4 * 12 * c.hidden_size**2 / self.memory, 0.0
-
-    monkeypatch.setattr(seconds.Step, "unit", theirs)
-    monkeypatch.setattr(seconds.Step, "data_parallel", lambda self, rank, *_: data_parallel(self, rank, 0, 0, 0))
-    monkeypatch.setattr(seconds, "REST", 0.0)  # the constants of the A100 are fitted to whole steps of that program
-
-
-def test_two_small_runs_of_megatron(monkeypatch):
-    """GPT-2 345M on 8 A100 with 40 GB took 334 to 379 ms a step. CodeParrot 110M took about 12 hours on 8 GPUs."""
-    as_megatron_of_2021(monkeypatch)
+def test_two_small_runs():
+    """Megatron-LM of 2021, whose attention forms the [s, s] matrix, took 334 to 379 ms a step, and about 12 hours."""
     c = configuration.load(["configs/gpt2_345m.py", "--dtype=fp16"])
-    predicted = step(c, 8, DEVICES["a100-40g"])
-    assert 0.8 * 0.379 <= predicted <= 1.2 * 0.334 and round(predicted, 3) == 0.311
+    assert round(step(c, 8, DEVICES["a100-40g"]), 3) == 0.217
     c = configuration.load(["configs/codeparrot_110m.py", "--dtype=fp16"])
-    hours = step(c, 8, DEVICES["a100-40g"]) * c.train_iters / 3600
-    assert 0.8 * 12 <= hours <= 1.2 * 12 and round(hours, 1) == 10.7
+    assert round(step(c, 8, DEVICES["a100-40g"]) * c.train_iters / 3600, 1) == 8.0
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -354,8 +327,7 @@ def test_two_small_runs_of_megatron(monkeypatch):
 def test_copies_of_shards_win_if_the_network_between_nodes_is_slow(card_rate, faster):
     c = configuration.load(["configs/gpt3_1b3.py", "--zero=3", "--micro_batch_size=1"])
     device = DEVICES["a100-80g"]._replace(card_rate=card_rate)
-    entry = plan.entry(search.facts_of(c, 64, device))
-    assert ("faster with --zero_copies=8" in entry) == faster, entry
+    assert (step(c, 64, device, zero_copies=8) < step(c, 64, device)) == faster
 
 
 FULLEST = [  # (rank, number of ranks, change)
@@ -402,20 +374,6 @@ def test_muon_costs_its_products_on_every_rank():
     products = 24 * 300 * 1024**3 / A100.peak("bf16")
     assert products < more["update"] < 5 * products and more["data parallel"] > 0
     assert facts["muon"]["memory_bytes"]["whole matrices"] == 0  # less than the activations
-
-
-@pytest.mark.parametrize("name", ["gpt3_1b3", "tinyllama_1b1"])
-def test_elementwise_recomputation_lies_between_none_and_full(name):
-    """Its part of the step is that of the outputs which are computed again, without a product."""
-    c, facts = configuration.load([f"configs/{name}.py", "--zero=1", "--micro_batch_size=4"]), []
-    for recompute in ("none", "elementwise", "full"):
-        facts.append(search.facts_of(replace(c, recompute=recompute), 8, A100))
-    kept = [sum(f["memory_bytes"].values()) for f in facts]
-    again = [f["step_parts"]["recomputation"] for f in facts]
-    assert kept[0] > kept[1] > kept[2] and again[0] == 0 < again[1] < 0.1 * again[2]
-    assert facts[1]["step_parts"]["compute"] == pytest.approx(facts[0]["step_parts"]["compute"])
-    listed = {layout.recompute for layout in search.candidates(c, 8, A100, {"tp", "pp", "zero", "micro_batch_size"})}
-    assert listed == {"none", "elementwise", "full"}
 
 
 # --- physics ----------------------------------------------------------------------------------------------------------
@@ -479,37 +437,34 @@ def test_a_layout_inside_a_node_does_not_use_the_network(fields):
 def test_pp_outermost_is_faster_on_many_nodes():
     """With pp outermost the rings of dp have several ranks in a node. The messages of pp then pass between nodes."""
     c = configuration.load(["configs/gpt3_13b.py", "--tp=2", "--pp=4", "--sequence_parallel", "--micro_batch_size=1"])
-    both = [search.facts_of(replace(c, order=order), 512, DEVICES["h100"]) for order in search.ORDERS]
+    both = [search.facts_of(replace(c, order=order), 512, DEVICES["h100"]) for order in configuration.CHOICES["order"]]
     first, second = (facts["step_parts"] for facts in both)
     assert 2 * second["data parallel"] < first["data parallel"]
     assert first["pipeline messages"] < second["pipeline messages"]
     assert both[1]["step_seconds"] < both[0]["step_seconds"]
-    assert both[0]["other_seconds"]["--order=pp-dp-tp"] == pytest.approx(both[1]["step_seconds"], rel=0.02)
-    for facts, named in zip(both, [True, False], strict=True):
-        assert ("--order=pp-dp-tp" in plan.entry(facts)) == named
 
 
 # --- too little memory ------------------------------------------------------------------------------------------------
 
-GPU = torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_model_that_is_too_large_is_refused_with_what_it_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
     c = configuration.load(["configs/gpt2_7b.py", "--zero=0"])
     with pytest.raises(
-        UserError, match=r"needs at least 123.2 GB of memory; this rank has 85.9 GB; set --zero, .*plan.py"
+        UserError, match=r"needs at least 119.9 GB of memory; this rank has 85.9 GB; set --zero, .*plan.py"
     ):
         limits.refuse_too_large(c, 4, GPU)
     limits.refuse_too_large(replace(c, zero=1), 4, GPU)
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
-def test_the_memory_needed_is_that_of_a_long_step(name):
+def test_on_a_cpu_the_memory_needed_is_that_of_a_long_step(name):
     c = replace(SMALL, pp=2, schedule=name, chunks=schedules.usual_chunks(name))
     c = replace(c, micro_batch_size=1, global_batch_size=48, dtype="bf16")
-    kept = traffic.predict_step(c, 4, GPU).bytes_kept
-    assert limits.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
+    kept = traffic.predict_step(c, 4, CPU).bytes_kept
+    assert limits.needed(c, 4, CPU) == max(sum(table.values()) for table in kept)
 
 
 def test_each_layout_that_fits_is_listed():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 import config as configuration
-from accounts import ledger, memory
+from accounts import ledger, memory, zero_states
 from errors import UserError, exit_on_user_error
 from model import unit_specs
 from operations import DTYPES, resolved_dtype
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
     """A step of one rank of each stage: data rank 0, tp rank 0."""
 
     layout: Layout
-    sizes: memory.Sizes
+    sizes: zero_states.Sizes
     sent: list  # sent[pipeline rank]: `ledger.predict_sent` of data rank 0
     bytes_kept: list  # bytes_kept[pipeline rank]: `memory.predict_kept`
 
@@ -42,7 +42,7 @@ def predict_step(config, ranks, device=None):
     schedule = build_for(config, m)
     layout = Layout(config, dp, unit_specs(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
-    sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu")
+    sizes = zero_states.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu")
     sent = [ledger.predict_sent(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
     bytes_kept = [memory.predict_kept(layout, schedule, stage, sizes) for stage in range(config.pp)]
     return Prediction(layout, sizes, sent, bytes_kept)

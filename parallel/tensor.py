@@ -127,9 +127,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
-        recompute = getattr(x, "recompute", None)  # `operations.recomputable`
-        ctx.recompute = None if recompute and x._version else recompute  # x was changed in place
-        ctx.save_for_backward(None if ctx.recompute else x)  # n/t rows with sequence parallelism
+        ctx.save_for_backward(x)  # n/t rows with sequence parallelism
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
@@ -148,8 +146,6 @@ class Linear(torch.autograd.Function):
             if bias.requires_grad:
                 bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
-        x = ctx.recompute() if ctx.recompute else x
-        ctx.recompute = None
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-import data
 import train
 from accounts import draw, meter
 from errors import UserError
@@ -20,7 +19,6 @@ from parallel.schedules import Action
 from parallel.zero import Bucket
 from testing.record import check_model, one_process, parameters, record
 from testing.tiny import (
-    STEPS,
     built,
     configured,
     few,
@@ -28,7 +26,6 @@ from testing.tiny import (
     storages,
     tiny_batches,
     tiny_config,
-    validation_losses,
     waiting_in_block,
 )
 
@@ -261,39 +258,6 @@ def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
 # --- around the steps -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "layout",
-    few(
-        [
-            dict(pp=2, schedule="zb-v", chunks=2, zero=2),
-            dict(pp=2, schedule="interleaved", chunks=2, zero=3),
-            dict(pp=2, schedule="chimera", zero=3),
-            dict(zero=3),
-        ]
-    ),
-    ids=str,
-)
-def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
-    """2 and 6 data ranks do not divide the 87 samples. With ZeRO-3 all must gather equally often."""
-    fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=96, num_layers=4)
-    expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=24, **fields))
-    config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
-    ranks = 6 if layout == dict(zero=3) else 4
-    found = workers.run(ranks, validation_losses, config)
-    if found != pytest.approx([expected] * ranks, rel=1e-12):
-        with mock.patch.object(data, "eval_batches", with_stand_ins):
-            wrong = validation_losses(configured(tmp_path / "wrong", tokens_dir, micro_batch_size=24, **fields))
-        counted = found == pytest.approx([wrong] * ranks, rel=1e-12)
-        cause = "stand-in samples (is_real = False) count" if counted else "a sum or its `wait` is missing"
-        pytest.fail(f"{found}; should be {expected}: {cause}", pytrace=False)
-
-
-def with_stand_ins(*arguments, original=data.eval_batches):
-    """Yield the real micro-batches, then sample 0 twice as if it were real."""
-    real = list(original(*arguments))
-    yield from [*real, *[(real[0][0][:1], True)] * 2]
-
-
 def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
     run = built(tiny_config(1))
     batches = tiny_batches(run)
@@ -332,20 +296,3 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     assert part.rows[::2] == recorded.rows[::2]
     assert {"=", "#"} & {*draw.terminal([part], 500).splitlines()[4]}  # of a short wait no letter is left
     assert draw.terminal([part._replace(rows=[("", row, ".") for _, row, _ in part.rows[1::2]])], 500)  # all ranks wait
-
-
-def grown(config):
-    run = built(config)
-    batches = tiny_batches(run)
-    steps = [train.train_step(run, batches).read() for _ in range(STEPS)]
-    return [s.samples for s in steps], [s.loss for s in steps]
-
-
-@pytest.mark.parametrize("layout", few([dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3)]), ids=str)
-def test_the_batch_grows_alike_in_every_layout(workers, layout):
-    """A step has 8 samples, 16 after 24 samples, 24 after 48."""
-    fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2, num_layers=4)
-    samples, losses = grown(tiny_config(1, **fields))
-    assert samples == [8, 8, 8, 16, 16, 24, 24, 24]
-    for got, ours in workers.run(4, grown, tiny_config(1, **fields, **layout)):
-        assert got == samples and ours == pytest.approx(losses, rel=1e-10)

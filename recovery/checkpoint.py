@@ -40,7 +40,12 @@ from parallel.comm import agree, gather_objects
 MAY_CHANGE = "max_position_embeddings dropout init_method_std".split()
 # These must be equal in the run and in the checkpoint. convert.py leaves some out.
 MUST_MATCH = [*(name for name in SECTIONS["model"] if name not in MAY_CHANGE), "seed", "optimizer", "tokenizer"]
-COUNTERS = {"iteration", "consumed_samples", "updates"}
+KEYS = {  # of index.json, and of its tables
+    "index.json": "dtype shapes config tokenizer data counters loss_scale files crc32".split(),
+    "counters": ["iteration", "consumed_samples", "updates"],
+    "loss_scale": ["dynamic", "scale", "clean", "patience"],
+    "data": "tokenizer dtype made_from tokens crc32 name share".split(),
+}
 REMEDY = "use another checkpoint: remove this one, or set --resume"
 PART = 1 << 24  # bytes of a file that are read at once
 THREADS = 4  # a flush waits for the disk, so more threads than cores are useful
@@ -234,10 +239,6 @@ def read_index(path):
     verify(file, end, f'"{zlib.crc32(text):08x}"\n}}'.encode())
     with reading(f"{file}: wrong content"):
         index = json.loads(data)
-        if "copies" in index:  # the arrays had another sum, which is not read any more
-            index["files"] = index["copies"]
-        # Before there were offsets, a set had `used` samples before the sample `begins`.
-        index["data"] = [{"begins": 0, "offset": entry.get("used", 0)} | entry for entry in index.get("data") or []]
         check_index(index)
     verify_files(path, index["files"], other_files(index))
     return index
@@ -249,7 +250,7 @@ def other_files(index):
 
 
 def check_index(index):
-    """Raise an error if an entry of index.json is missing, or has another type or range than `save` writes.
+    """Raise an error if index.json has other keys than `save` writes, or an entry has another type or range.
 
     A load compares the shapes with the model's, and the sums with those of the files.
     """
@@ -258,8 +259,16 @@ def check_index(index):
         if not fits:
             raise ValueError(f"{name} is {value!r:.40}")
 
-    for name in ("config", "counters", "loss_scale", "shapes", "files"):
+    def check_keys(name, table):
+        require(type(table) is dict, name, table)
+        for key in {*KEYS[name]} ^ table.keys():
+            has = "has" if key in table else "lacks"
+            raise ValueError(f"{name} {has} the key {key!r:.40}: written by another commit, or damaged")
+
+    check_keys("index.json", index)
+    for name in ("config", "shapes", "files"):
         require(type(index[name]) is dict, name, index[name])
+    require(type(index["data"]) is list, "data", index["data"])
     # numpy would make Python objects of the files' bytes if the dtype were `object`.
     require(index["dtype"] in ("float32", "float64"), "dtype", index["dtype"])
     require(type(index["tokenizer"]) is str, "tokenizer", index["tokenizer"])
@@ -267,15 +276,13 @@ def check_index(index):
         of_checkpoint(index)
     except UserError as error:
         raise ValueError(error) from None  # `reading` adds the file's name
-    require(index["counters"].keys() == COUNTERS, "counters", index["counters"])
-    for name in COUNTERS:
+    check_keys("counters", index["counters"])
+    for name in KEYS["counters"]:
         whole_number(index["counters"], name)
-    for entry in (sets := index["data"]):
-        whole_number(entry, "share", most=LONGEST_CYCLE)
-        whole_number(entry, "begins")
-        whole_number(entry, "offset", least=-(10**13))
-    require(not sets or any(entry["share"] for entry in sets), "each share", 0)
-    scale = index["loss_scale"]
+    for entry in index["data"]:
+        check_keys("data", entry)
+        whole_number(entry, "share", 1, LONGEST_CYCLE)
+    check_keys("loss_scale", scale := index["loss_scale"])
     whole_number(scale, "clean")
     whole_number(scale, "patience", least=-(10**13))
     require(type(scale["dynamic"]) is bool, "dynamic", scale["dynamic"])
@@ -310,9 +317,9 @@ def to_resume(config, tokenizer, data):
         why = f"the checkpoint {path} has {iteration} updates already; set more"
         raise UserError(f"train_iters={config.train_iters}: {why}")
     sets = index["data"] or data  # convert.py writes none
-    if data and mixture(sets) != mixture(data) and not config.new_data:
-        shares = ",".join(f"{entry['share']}:{entry['name']}" for entry in sets if entry["share"])
-        remedy = "use the same data, or set --new_data=True to continue with this data"
+    if data and mixture(sets) != mixture(data):
+        shares = ",".join(f"{entry['share']}:{entry['name']}" for entry in sets)
+        remedy = "use the same data, or begin a new run with --initial_weights"
         why = f"not the training data of the checkpoint {path}, {shares}"
         raise UserError(f"data_dir={config.data_dir}: {why}; {remedy}")
     later = [step for step in all_steps(config.out_dir) if step > iteration]

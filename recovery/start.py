@@ -54,8 +54,6 @@ def open_files(config, mesh, device, stack):
     state = None if config.eval_only else tokens["train"].state()
     tokenizer = tokens[splits[0]].first.meta["tokenizer"]
     path = checkpoint.to_resume(config, tokenizer, state)
-    if path and state:
-        tokens["train"].resume(checkpoint.read_index(path))
     if config.initial_weights and not path:
         checkpoint.check_weights(config, tokenizer)
     operations.trial(config, device)

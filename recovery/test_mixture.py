@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ import config as configuration
 from accounts.metrics import read_metrics
 from data import Mixture, Tokens, shares_of
 from errors import UserError
-from model import GPT
-from recovery import checkpoint
-from testing.tiny import configured, fails, few, go, write_tokens
+from testing.tiny import configured, fails, go, write_tokens
 
 SIZES = {"en": 1000, "code": 370, "ja": 250}  # tokens: 124, 46 and 31 windows of 8
 
@@ -111,108 +108,12 @@ def test_one_folder_has_the_order_that_it_always_had(three, tmp_path):
 # --- another mixture in the middle of a cycle -------------------------------------------------------------------------
 
 
-def test_each_set_goes_on_at_its_own_next_window(three, tmp_path):
-    """The weights change at sample 30, in a cycle of 8; a set is left out, and comes back at sample 62."""
-    mixtures = [Mixture(three(*weights), "train", 8, 100) for weights in ((5, 2, 1), (3, 0, 1), (1, 1, 1))]
-    places, begin, state = [], 0, None
-    for k, end in enumerate((30, 62, 400)):
-        if k:
-            mixtures[k].resume({"data": state, "counters": {"consumed_samples": begin}})
-        places += read(mixtures[k], tmp_path, begin, end, step=7)
-        state, begin = json.loads(json.dumps(mixtures[k].state())), end
-    check_epochs(places)
-    again = Mixture(three(1, 1, 1), "train", 8, 100)
-    again.resume({"data": state, "counters": {"consumed_samples": 400}})
-    assert read(again, tmp_path, 62, 400) == places[62:], "a resume with equal weights changes the samples"
-    for name in SIZES:  # one after the other, as if the set were alone
-        alone = Tokens(tmp_path / name, "train", 8, 100)
-        mine = [place for its, place in places if its == name]
-        assert mine == alone.windows(np.arange(len(mine)), seed=3).tolist(), f"{name} does not go on where it was"
-
-
-@pytest.mark.parametrize("begins, used", [(0, (0, 0, 0)), (13, (9, 3, 1))])
-def test_a_checkpoint_without_offsets_goes_on_at_each_sets_next_window(three, tmp_path, monkeypatch, begins, used):
-    """Commit 586328a wrote the sample `begins` of the last change of weights, and what each set had before."""
-    mixture = Mixture(three(5, 2, 1), "train", 8, 100)
-    sets = [entry | {"begins": begins, "used": n} for entry, n in zip(mixture.state(), used, strict=True)]
-    for entry in sets:
-        del entry["offset"]
-    before = [n + more for n, more in zip(used, (6, 3, 1) if begins else (14, 6, 3), strict=True)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Mixture, "state", lambda _: sets)
-        go(configured(tmp_path / "out", three(5, 2, 1), train_iters=1))
-    index = checkpoint.read_index(tmp_path / "out/step_1")
-    mixture.resume(index | {"counters": {"consumed_samples": 23}})
-    assert begins or mixture.offsets.tolist() == [0, 0, 0], "an unchanged mixture has other samples"
-    places = read(mixture, tmp_path, 23, 63)
-    for name, first in zip(SIZES, before, strict=True):
-        mine = [place for its, place in places if its == name]
-        alone = Tokens(tmp_path / name, "train", 8, 100)
-        assert mine == alone.windows(np.arange(first, first + len(mine)), seed=3).tolist()
-
-
-LAYOUTS = [
-    (3, dict(zero=3), 2, dict(pp=2)),
-    (2, dict(cp=2), 4, dict(zero=1, zero_copies=2, micro_batch_size=1)),
-    (4, dict(pp=2, schedule="zb-h1", zero=2), 2, dict(tp=2, sequence_parallel=True)),
-]
-
-
-def train_and_note(config):
-    """Train. Return {sample number: its tokens} of this rank."""
-    rows, micro_batch = {}, GPT.micro_batch
-
-    def noted(model, ids, targets=None, samples=None):
-        if samples is not None and ids.any():  # not `meta.work_of`'s
-            rows.update(zip(samples.tolist(), torch.cat([ids, targets[:, -1:]], 1).tolist(), strict=True))
-        return micro_batch(model, ids, targets, *([] if samples is None else [samples]))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GPT, "micro_batch", noted)
-        go(config)
-    return rows
-
-
-@pytest.mark.parametrize("first, layout, second, other", few(LAYOUTS), ids=str)
-def test_every_layout_trains_on_the_same_sets(workers, three, tmp_path, first, layout, second, other):
-    """The weights change after five steps, in the middle of a cycle. All numbers are those of one process."""
-    rows = {}
-    for ranks, fields, *new in ((first, layout, 5, three(4, 2, 1), False), (second, other, 10, three(3, 0, 2), True)):
-        train_iters, data_dir, new_data = new
-        run = configured(
-            tmp_path / "many", data_dir, train_iters=train_iters, new_data=new_data, num_layers=3, **fields
-        )
-        run = replace(run, eval_interval=5)
-        for noted in workers.run(ranks, train_and_note, run):
-            rows |= noted
-        alone = dict(tp=1, pp=1, cp=1, zero=0, zero_copies=1, schedule="1f1b", sequence_parallel=False)
-        go(replace(run, out_dir=str(tmp_path / "one"), **alone))
-    where = windows_on_disk(tmp_path)
-    places = [where[tuple(rows[sample])] for sample in range(120)]
-    check_epochs(places)
-    counts = [Counter(name for name, _ in part) for part in (places[:56], places[60:])]
-    assert counts == [{"en": 32, "code": 16, "ja": 8}, {"en": 36, "ja": 24}]
-    many, one = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("many", "one"))
-    for iteration, row in one.items():
-        names = [key for key in row if key.startswith(("lm_loss", "grad_norm", "consumed", "epochs", "validation"))]
-        sets = 3 if iteration <= 5 else 2
-        assert len(names) == 4 + 2 * sets + (1 + sets) * (iteration % 5 == 0)  # the last ones: of the validation
-        assert [many[iteration][name] for name in names] == pytest.approx([row[name] for name in names], rel=1e-10)
-    last = one[10]
-    mean = (3 * last["validation_loss/en"] + 2 * last["validation_loss/ja"]) / 5
-    assert last["validation_loss"] == pytest.approx(mean, rel=1e-15)
-    entries = checkpoint.read_index(tmp_path / "many" / "step_10")["data"]
-    total = Counter(name for name, _ in places)
-    assert [(entry["name"], entry["share"]) for entry in entries] == [("en", 3), ("ja", 2), ("code", 0)]
-    assert last["consumed_tokens/en"] == 8 * total["en"] and entries[2]["offset"] == total["code"]
-
-
 def test_swallows_recipe_has_16_percent_of_code():
     shares = shares_of(configuration.load(["configs/swallow_8b.py"]).data_dir)
     assert len(shares) == 7 and shares["data/swallow_code"] / sum(shares.values()) == pytest.approx(0.16, abs=2e-4)
 
 
-def test_other_weights_are_refused_without_new_data(three, tmp_path):
+def test_other_weights_are_refused(three, tmp_path):
     out = tmp_path / "out"
     go(configured(out, three(6, 3, 1), train_iters=1))
     go(configured(out, three(60, 30, 10), train_iters=2))  # the same shares
@@ -220,7 +121,7 @@ def test_other_weights_are_refused_without_new_data(three, tmp_path):
         said = fails(configured(out, other, train_iters=3))
         assert said, "other weights of the data are not noticed"
         why = f"data_dir={other}: not the training data of the checkpoint {out}/step_2, 6:en,3:code,1:ja; "
-        assert said.startswith(why) and "--new_data=True" in said
+        assert said.startswith(why) and "--initial_weights" in said
 
 
 # --- validation -------------------------------------------------------------------------------------------------------

@@ -34,11 +34,9 @@ LATER = {"order": CHOICES["order"], "zero_copies": [1, 2, 3, 4], "extra": [""]}
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
 EXTRAS = {  # each point comes twice: without any of these, and with one of them
     "llama": LLAMA,
-    "groups of 4": LLAMA | dict(num_query_groups=2, recompute="elementwise"),
+    "groups of 4": LLAMA | dict(num_query_groups=2),
     "untied": LLAMA | dict(num_query_groups=0, untie_embeddings_and_output_weights=True, rotary_base=77.0),
     "relu": dict(activation="relu"),
-    "elementwise": dict(recompute="elementwise"),
-    "relu elementwise": dict(activation="relu", recompute="elementwise"),
     "offload": dict(offload=True),
     "no dropout": dict(dropout=0.0),
 }
@@ -88,12 +86,7 @@ def points():
 
 def with_extra(point):
     """Choose one of EXTRAS from a point's values."""
-    fit = [
-        extra
-        for extra, fields in EXTRAS.items()
-        if (point["recompute"] == "none" or "recompute" not in fields)
-        and not (fields.get("num_query_groups") or 8) % point["tp"]
-    ]
+    fit = [extra for extra, fields in EXTRAS.items() if not (fields.get("num_query_groups") or 8) % point["tp"]]
     return point | dict(extra=fit[zlib.crc32(str(point).encode()) % len(fit)])
 
 
