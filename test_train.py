@@ -39,7 +39,6 @@ from testing.tiny import (
     few,
     go,
     held_elsewhere,
-    tensor_files,
     validation_losses,
     write_tokens,
 )
@@ -204,23 +203,6 @@ def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, ran
     assert [int(rank) for rank, _ in rows] == list(range(ranks - 1)), err
     assert any(f"rank {ranks - 1} " in row or f"{ranks - 1}]" in row for _, row in rows), rows
     assert checkpoint.all_steps(tmp_path / "out") == []
-
-
-@linux
-@pytest.mark.parametrize("backend", ["c10d", "static"])
-def test_restarts_change_no_bit(config_file, tmp_path, backend):
-    """Each restart joins at its first try. The curve and the last checkpoint are those of a quiet run."""
-    fields = "--train_iters=60 --save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1".split()
-    killed, quiet, metrics = tmp_path / "out", tmp_path / "quiet", tmp_path / "out" / "metrics.jsonl"
-    flags = [f"--rdzv_backend={backend}", f"--rdzv_endpoint=localhost:{free_port()}", "--max_restarts=2"]
-    process = torchrun(4, config_file, *fields, flags=flags)
-    for step in (25, 45):
-        wait_for(lambda step=step: metrics.exists() and step in read_metrics(metrics), process, 120)
-        os.kill(children(process)[-1], signal.SIGKILL)
-    assert process.wait(timeout=300) == 0, output_of(process)
-    assert torchrun(4, config_file, *fields, f"--out_dir={quiet}").wait(timeout=120) == 0
-    assert curve(killed) == curve(quiet)
-    assert tensor_files(killed / "step_60") == tensor_files(quiet / "step_60")
 
 
 def free_port():
