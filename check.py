@@ -43,9 +43,9 @@ import reference
 import train
 from accounts.metrics import read_metrics
 from errors import UserError, exit_on_user_error
-from model import GPT
 from parallel import optimizer
 from parallel.mesh import Mesh
+from parallel.units import Model
 from recovery.checkpoint import step_path
 from testing import compare
 from testing.record import different, first_step, one_process_config, one_step, record_loop
@@ -111,7 +111,7 @@ def one_process(workers, c):
 def layout(workers, c, ranks):
     """Compare a run of this layout with the run of one process."""
     configuration.check(c, ranks)
-    GPT(c, Mesh().tp)  # raises UserError
+    Model(c, Mesh().tp)  # raises UserError
     theirs, (one,) = one_process(workers, c)
     rows, records = trained(workers, ranks, c)
     if message := compare.differences(records, one, partial(first_step, workers, ranks, c)):
@@ -326,7 +326,7 @@ def main():
     c, options = small(given), vars(configuration.parser().parse_args())
     chosen = {name: value for name, value in options.items() if name in layout_fields}
     print(cuts(c, given))
-    GPT(c, Mesh().tp).specs()  # raises UserError for a model that no layout accepts
+    Model(c, Mesh().tp).specs()  # raises UserError for a model that no layout accepts
     if chosen:
         c.dropout = given.dropout
     checks = [

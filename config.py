@@ -246,14 +246,6 @@ def iterations(c, samples, count=0, consumed=0):
     return max(1, count)
 
 
-def module_of(c):
-    """Return the module of --model. Raises UserError if it has no `units`."""
-    module = import_module(c.model)
-    if not hasattr(module, "units"):
-        raise UserError(f"model={c.model}: {c.model}.py has no function units(c, tp, ops, cp)")
-    return module
-
-
 def layout_of(c):
     """Return {field: value} of the section "layout". They do not change the losses."""
     return {name: getattr(c, name) for name in SECTIONS["layout"]}
@@ -307,6 +299,8 @@ def check_values(c):
             require(c, name, fits, f"should be {words} and below {most:g}")
     exists = c.model.isidentifier() and not c.model.startswith("__") and find_spec(c.model)
     require(c, "model", exists, f"there is no file {c.model}.py beside train.py")
+    units = hasattr(import_module(c.model), "units")
+    require(c, "model", units, f"{c.model}.py has no function units(c, tp, ops, cp)")
     for model, names in READ_BY.items():
         for name in names if c.model in READ_BY and c.model != model else ():
             usual = getattr(c, name) == getattr(Config, name)

@@ -34,7 +34,7 @@ import torch
 import config as configuration
 from config import Config
 from generate import compare_logits, load_model
-from model import GPT
+from parallel.units import Model
 from recovery import checkpoint
 from reference import ACTIVATIONS
 from tokenizer import COPY, PLAIN, SAME, FileTokenizer, copy, load_tokenizer
@@ -258,7 +258,7 @@ def fixed(kind, c):
 def write_checkpoint(folder, model, config, tokenizer):
     """Write the checkpoint of step 0: the weights, moments of 0, and index.json."""
     tensors, dtype = model.state_dict(), torch.promote_types(model.dtype, torch.float32)
-    specs = GPT(config, tp=None).specs()
+    specs = Model(config, tp=None).specs()
     for name, spec in specs.items():
         whole = torch.zeros(spec.shape, dtype=dtype)
         for part, hf_part in pairs(config, spec, whole, tensors):

@@ -15,10 +15,10 @@ import itertools
 import torch
 
 import config as configuration
-from model import GPT
 from parallel import simulation
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.units import Model
 from parallel.zero import Zero
 from recovery import checkpoint
 from tokenizer import copied
@@ -33,7 +33,7 @@ def load_model(path, device):
     config = configuration.of_checkpoint(index)
     config = dataclasses.replace(config, **configuration.layout_of(configuration.Config()))  # one process
     mesh = Mesh()
-    model = GPT(config, mesh.tp)
+    model = Model(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = Layout(config, 1, model.unit_specs, simulation.build(config.schedule, 1, 1))
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)

@@ -10,24 +10,17 @@ t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et al. 2019) GE
 linears have biases, positions are learned, and the word table is used twice. With ReLU it is OPT
 (Zhang et al. 2022). Attention probabilities have no dropout.
 
-A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two
-units the executor (`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A
-layer declares parameters as `ParamSpec`s, which `parallel/zero.py` replaces by views into flat
-buffers.
+The model is a list of *units*, functions of (x, batch): `parallel/units.py` says what a unit gets and returns.
 
 Number of parameters: v h + s h + L (12 h^2 + 13 h) + 2 h. The vocabulary v is rounded up to a
 multiple of 128.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-import reference
-from config import divides, module_of
-from errors import UserError
 from parallel.context import ulysses
 from parallel.tensor import (
     ColumnParallelLinear,
@@ -38,34 +31,7 @@ from parallel.tensor import (
     RowParallelLinear,
     VocabParallelEmbedding,
     next_token_losses,
-    specs,
 )
-from reference import Drop
-
-
-@dataclass
-class MicroBatch:
-    """One micro-batch, b samples of s tokens. On one of cp ranks, n = b s/cp."""
-
-    shape: tuple  # (b, s/cp)
-    ids: torch.Tensor  # [n] int64
-    # [n] int64: the next id. Below 0: no loss, but the mean counts it. None: generation.
-    targets: torch.Tensor | None
-    sample_positions: torch.Tensor  # [s/cp]: positions of this rank's tokens in a sample
-    positions: torch.Tensor  # [n or n/t]: position of each row
-    rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
-    dropout: float
-    real_losses: bool = False  # `Executor.real_losses`
-    caches: list | None = None  # in generation: past keys and values of each block
-
-    def __setattr__(self, name, value):
-        if name not in self.__dataclass_fields__:
-            why = "with pp the next unit is on another rank, and with recompute a unit runs twice"
-            raise AttributeError(f"batch.{name}: a unit hands on only x: {why}")
-        super().__setattr__(name, value)
-
-    def drop(self, seed, site):
-        return Drop(self.rows, self.dropout, seed, site) if self.dropout else None
 
 
 class Block(nn.Module):
@@ -183,67 +149,3 @@ def units(c, tp, ops, cp):
     blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
     head = Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)
     return [Embedding(c, word, ops), *blocks, head]
-
-
-# --- any model ------------------------------------------------------------------------------------
-
-
-class GPT(nn.Module):
-    """tp, cp: `mesh.Axis`, this rank's groups. ops: has the operations of `reference`."""
-
-    def __init__(self, config, tp, ops=reference, cp=None):
-        super().__init__()
-        c = config
-        self.config, self.tp, self.cp = c, tp, cp
-        self.units = nn.ModuleList(module_of(c).units(c, tp, ops, cp))
-        self.unit_specs = [specs(unit) for unit in self.units]
-        named = self.specs()
-        for spec in (spec for unit in self.unit_specs for spec in unit):
-            if spec is not named[spec.name]:
-                raise UserError(f"two parameters are named {spec.name}; give each its own (in block 0: block0.NAME)")
-            if spec.tp_dim is not None:
-                size = spec.shape[spec.tp_dim]
-                divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", size)
-
-    def forward(self, batch):
-        """Run all units on one process, without gradients. Return logits, or with targets losses [n]."""
-        if batch.targets is not None and torch.is_grad_enabled():
-            right = "use torch.no_grad(), or Executor.run to train"
-            raise UserError(f"GPT.forward has no losses for gradients; {right}")
-        x = None
-        for unit in self.units:
-            x = unit(x, batch)
-        return x
-
-    def specs(self):
-        """Return {name: ParamSpec}. A tied parameter appears once."""
-        return {spec.name: spec for unit in self.unit_specs for spec in unit}
-
-    def num_parameters(self):
-        """Return the number of parameters, with the padding."""
-        return sum(math.prod(spec.shape) for spec in self.specs().values())
-
-    def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
-        """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], from position `start` on.
-
-        samples: [b], each sample's index in the run, for dropout. None (validation): no dropout.
-        """
-        sample_positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-        if self.config.cp > 1:
-            ids, targets = (x.chunk(self.cp.size, 1)[self.cp.rank] for x in (ids, targets))
-            sample_positions = sample_positions.chunk(self.cp.size)[self.cp.rank]
-        b, s = ids.shape
-        row = torch.arange(b * s, device=ids.device)
-        if self.config.sequence_parallel:
-            row = row.chunk(self.tp.size)[self.tp.rank]
-        positions = sample_positions[row % s]
-        rows, rate = positions, 0.0
-        if samples is not None:
-            rows = samples[row // s] * self.config.seq_length + positions
-            rate = self.config.dropout
-        ids, targets = ids.flatten(), None if targets is None else targets.flatten()
-        return MicroBatch((b, s), ids, targets, sample_positions, positions, rows, rate, caches=caches)
-
-
-def unit_specs(config):
-    return GPT(config, tp=None).unit_specs

@@ -8,10 +8,11 @@ import config as configuration
 import train
 from bench.plain import Plain
 from errors import UserError
-from model import GPT, Block, LayerNorm, MicroBatch
+from model import Block, LayerNorm
 from parallel.layout import kind_of
 from parallel.mesh import Mesh
-from parallel.tensor import ColumnParallelLinear, specs
+from parallel.tensor import ColumnParallelLinear
+from parallel.units import MicroBatch, Model, specs
 from testing.compare import same_tensor
 from testing.tiny import built, tiny_batches, tiny_config
 
@@ -34,7 +35,7 @@ PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
 def test_a_configuration_has_its_published_number_of_parameters(name):
     """A model has only ParamSpecs until zero.py gives it storage."""
     c = configuration.load([f"configs/{name}.py"])
-    assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
+    assert Model(c, Mesh().tp).num_parameters() == PARAMETERS[name]
     assert configuration.check(c, world=c.tp) == 1, "the configuration runs nowhere"
 
 
@@ -50,7 +51,7 @@ def test_two_parameters_with_one_name_are_refused(monkeypatch):
     init = LayerNorm.__init__
     monkeypatch.setattr(LayerNorm, "__init__", lambda self, name, *rest: init(self, "block0.norm", *rest))
     with pytest.raises(UserError, match=r"two parameters are named block0.norm.weight; give each its own"):
-        GPT(tiny_config(1), tp=None)
+        Model(tiny_config(1), tp=None)
 
 
 def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch):
@@ -61,9 +62,9 @@ def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch)
         self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (341, c.hidden_size), 0.02, tp, False)
 
     monkeypatch.setattr(Block, "__init__", with_341_columns)
-    GPT(tiny_config(2), tp=None)
+    Model(tiny_config(2), tp=None)
     with pytest.raises(UserError, match=r"block0\.fc1\.weight: dimension 0 = 341 is not a multiple of tp = 2"):
-        GPT(tiny_config(1, tp=2), tp=None)
+        Model(tiny_config(1, tp=2), tp=None)
 
 
 @pytest.fixture(params=["gelu", "relu"])

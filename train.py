@@ -22,13 +22,13 @@ import data
 import operations
 import reference
 from log import InStep, Interval, Logger, PendingStep, Timers, validation_lines
-from model import GPT
 from operations import DTYPES
 from parallel.comm import agree, all_reduce
 from parallel.layout import Layout, build_for, number_of_micro_batches
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
+from parallel.units import Model
 from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
 from recovery.start import compare_hosts, describe, load_config, open_files
@@ -179,7 +179,7 @@ class Run:
     mesh: Mesh
     device: torch.device
     dtype: str
-    model: GPT
+    model: Model
     layout: Layout
     zero: Zero
     loss_scale: LossScale
@@ -196,7 +196,7 @@ def build_run(config, mesh, device):
     """Return the Run of this rank. Its weights are 0 until `Zero.initialize` or `restore`."""
     dtype = operations.resolved_dtype(config, device)
     ops = operations.choose(config, device, dtype)
-    model = GPT(config, mesh.tp, ops, mesh.cp)
+    model = Model(config, mesh.tp, ops, mesh.cp)
     m = number_of_micro_batches(config, config.global_batch_size, mesh.data.size)
     schedule = build_for(config, m)
     layout = Layout(config, mesh.data.size, model.unit_specs, schedule)

@@ -8,9 +8,9 @@ import torch
 import config as configuration
 from accounts import zero_states
 from errors import LESS_MEMORY, UserError
-from model import unit_specs
 from operations import DTYPES, resolved_dtype
 from parallel.layout import Layout, build_for, number_of_micro_batches
+from parallel.units import unit_specs
 
 
 def needed(c, ranks, device):

@@ -5,7 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from config import SECTIONS, Config
-from model import unit_specs
+from parallel.units import unit_specs
 
 
 class Matrix(NamedTuple):

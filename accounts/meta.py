@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 import reference
 from config import SECTIONS, Config
-from model import GPT
 from parallel import comm
 from parallel.mesh import Axis
 from parallel.tensor import ParamSpec
+from parallel.units import Model
 from parallel.watch import Watch
 
 META = torch.device("meta")
@@ -116,7 +116,8 @@ def measured(c, item, device):
     """Return `work_of` for one sample. Raises any error of the model."""
     dtype = next(dtype for dtype in (torch.float64, torch.float32, torch.bfloat16) if dtype.itemsize == item)
     counts = Counted(OPS if device == META else reference)
-    model, ids = GPT(c, axis("tp", c.tp), counts.ops, axis("cp", c.cp)), torch.zeros(1, c.seq_length, dtype=torch.int64)
+    model = Model(c, axis("tp", c.tp), counts.ops, axis("cp", c.cp))
+    ids = torch.zeros(1, c.seq_length, dtype=torch.int64)
     give_parameters(model, c.tp, dtype, device)
     batch, table, x = model.micro_batch(ids, ids, ids[:, 0]), {}, None
     of_batch = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

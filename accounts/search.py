@@ -31,11 +31,11 @@ from accounts.matrices import matrices_of
 from accounts.meta import work_of
 from accounts.seconds import Step, schedule
 from errors import UserError
-from model import unit_specs
 from operations import DTYPES
 from parallel import schedules, simulation
 from parallel.layout import Layout, all_buckets, number_of_micro_batches, tokens_of_rank
 from parallel.tensor import ROWS
+from parallel.units import unit_specs
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config as configuration
 from accounts import ledger, memory, meta, traffic, zero_states
 from config import Config
-from model import unit_specs
 from parallel import simulation, tensor
 from parallel.layout import Layout
+from parallel.units import unit_specs
 from testing.record import check_bytes, record
 from testing.tiny import tiny_config
 

@@ -12,10 +12,10 @@ import torch
 
 import train
 from accounts import memory, meter, report, zero_states
-from model import unit_specs
 from parallel import simulation
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.units import unit_specs
 from testing.compare import same_rows
 from testing.record import parameters, record
 from testing.tiny import built, tiny_batches, tiny_config

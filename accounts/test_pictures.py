@@ -12,8 +12,8 @@ import config as configuration
 from accounts import curve, draw, traffic, zero_states
 from accounts.metrics import to_json
 from errors import UserError
-from model import unit_specs
 from parallel import schedules
+from parallel.units import unit_specs
 from testing.tiny import tiny_config
 
 

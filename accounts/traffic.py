@@ -14,10 +14,10 @@ import torch
 import config as configuration
 from accounts import ledger, memory, zero_states
 from errors import UserError, exit_on_user_error
-from model import unit_specs
 from operations import DTYPES, resolved_dtype
 from options import Parser
 from parallel.layout import Layout, build_for, number_of_micro_batches
+from parallel.units import unit_specs
 
 
 class Prediction(NamedTuple):

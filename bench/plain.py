@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import train
-from model import GPT
 from parallel.comm import all_reduce
 from parallel.layout import number_of_micro_batches
+from parallel.units import Model
 from testing.cases import word_ids
 
 ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}
@@ -82,7 +82,7 @@ class Plain(nn.Sequential):
     @torch.no_grad()
     def load(self, c, tp):
         """Copy the initial values of model.py's ParamSpecs, so that the losses can be compared."""
-        specs = GPT(c, tp).specs()
+        specs = Model(c, tp).specs()
         for name, p in self.named_parameters():
             weight = specs[OURS.get(name, name)].initial(c.seed)
             if ".qkv." in name:  # ours is [3, a d, ...]

@@ -27,8 +27,8 @@ from accounts.report import aligned
 from accounts.traffic import predict_step
 from accounts.zero_states import rank_states
 from errors import UserError, exit_on_user_error
-from model import GPT
 from parallel.optimizer import RULES, Rule
+from parallel.units import Model
 from testing.judging import need_pytest
 
 TOKENS = 300e9  # of all sizes of GPT-3
@@ -58,7 +58,7 @@ def flops():
     rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND: 6 + attention", "recompute=full / yours")]
     for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
         c = configuration.load([f"configs/{name}.py", "--recompute=full"])
-        n, sequences = GPT(c, None).num_parameters(), TOKENS / c.seq_length
+        n, sequences = Model(c, None).num_parameters(), TOKENS / c.seq_length
         yours, more = model_flops(c, sequences), hardware_flops(c, sequences)
         numbers = n, TOKENS, 5.7 * n * TOKENS, yours, yours / n / TOKENS, more / yours
         rows.append((name, *(f"{number:.4g}" for number in numbers)))

@@ -44,7 +44,6 @@ import torch
 from torch import nn
 
 import reference
-from errors import UserError
 from parallel.comm import Pending, all_gather, all_reduce, reduce_scatter
 
 ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
@@ -87,16 +86,6 @@ class ParamSpec:
         if self.padding:
             whole[-self.padding :] = 0
         return whole
-
-
-def specs(unit):
-    """Return the ParamSpecs of a unit. Raises UserError for torch's own parameters and buffers."""
-    for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
-        why = "is torch's own, so no rank would train or save it"
-        right = '`ParamSpec("block0.NAME", shape, std=0.02)`, or a constant that forward computes'
-        raise UserError(f"{type(unit).__name__}.{name} {why}: should be a {right}")
-    values = [value for module in unit.modules() for value in vars(module).values()]
-    return [value for value in values if isinstance(value, ParamSpec)]
 
 
 # --- linear ---------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 import config as configuration
 import reference
 import train
-from model import GPT
 from parallel.context import TokensForHeads
 from parallel.mesh import Mesh
+from parallel.units import Model
 from testing.compare import same_tensor
 from testing.points import LLAMA
 from testing.record import check_layout
@@ -160,6 +160,6 @@ def test_the_guides_model_trains_in_layouts(workers, tmp_path, monkeypatch):
         config = tiny_config(2, **fields | layout)
         configuration.check(config, 4)
         check_layout(workers, 4, config, change=partial(with_mine, str(tmp_path)))
-    names = GPT(config, Mesh().tp).specs()
+    names = Model(config, Mesh().tp).specs()
     assert "embedding.position" not in names and "head.ln.bias" not in names
     sys.modules.pop("mine", None)

@@ -11,11 +11,11 @@ import torch
 import train
 from accounts import draw, meter
 from errors import UserError
-from model import unit_specs
 from parallel import comm, pipeline, schedules, simulation, tensor, zero
 from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
+from parallel.units import unit_specs
 from parallel.zero import Bucket
 from testing.record import check_model, one_process, parameters, record
 from testing.tiny import (

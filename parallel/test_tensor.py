@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import reference
-from model import GPT
 from parallel import tensor
 from parallel.comm import Pending
 from parallel.mesh import Mesh, everyone
 from parallel.tensor import EmbeddingLookup, Linear, LinearCrossEntropy, ParamSpec, next_token_losses
+from parallel.units import Model
 from reference import Drop
 from testing.compare import Different, same_tensor
 from testing.tiny import drawn, tiny_config
@@ -369,7 +369,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 def test_only_matrices_decay_and_proj_and_fc2_start_smaller():
     """Weight decay applies to matrices only. The std of proj and fc2 is smaller."""
     config = tiny_config(1)
-    specs = GPT(config, Mesh().tp).specs()
+    specs = Model(config, Mesh().tp).specs()
     assert len(specs) == 2 + 12 * config.num_layers + 2
     for name, spec in specs.items():
         assert spec.decay == (len(spec.shape) > 1 and not name.endswith("bias")), name

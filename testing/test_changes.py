@@ -17,10 +17,11 @@ import reference
 import train
 from bench.plain import Plain
 from errors import UserError
-from model import GPT, MLP, Block, Head, LayerNorm
+from model import MLP, Block, Head, LayerNorm
 from operations import choose
 from parallel.optimizer import RULES, Rule
 from parallel.tensor import ColumnParallelLinear, ParamSpec
+from parallel.units import Model
 from recovery import checkpoint
 from testing.compare import same_tensor
 from testing.record import check_layout, one_step, record
@@ -312,12 +313,12 @@ def smoothing():
 @contextlib.contextmanager
 def left_out():
     """No loss for the words below 50: a micro-batch, a data rank, a cp rank have few or many of them."""
-    micro_batch = GPT.micro_batch
+    micro_batch = Model.micro_batch
 
     def changed_micro_batch(self, ids, targets, *rest):
         return micro_batch(self, ids, targets.where(targets >= 50, -100), *rest)
 
-    with mock.patch.object(GPT, "micro_batch", changed_micro_batch):
+    with mock.patch.object(Model, "micro_batch", changed_micro_batch):
         yield
 
 
