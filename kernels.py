@@ -354,51 +354,50 @@ relu_ = functools.partial(activation_, relu=True)
 #
 #     out = gate S up      S = 1 / (1 + e^-gate)      dgate = dout up S (1 + gate (1 - S))      dup = dout gate S
 #
-# gate and up are the halves of one tensor, and so are their gradients. Floor in bf16, per element of out: forward 6
-# bytes, backward 10.
+# gate and up are the halves of Y, dgate and dup those of DY. Floor in bf16, per element of out: forward 6 bytes,
+# backward 10.
 
 
 @triton.jit
-def swiglu_forward(GATE, UP, OUT, rows, width, stride, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """OUT [rows, width]; GATE and UP have `stride` elements from row to row."""
+def swiglu_forward(GATE, UP, OUT, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """OUT [rows, width]; GATE and UP are halves of [rows, 2 width]."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     offsets, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
-    of_half, _ = _tile(tl.program_id(0) * TALL, column, rows, stride, TALL)
+    of_half, _ = _tile(tl.program_id(0) * TALL, column, rows, 2 * width, TALL)
     gate = _load(GATE + of_half, exists)
     sigmoid = 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
     tl.store(OUT + offsets, gate * sigmoid * _load(UP + of_half, exists), mask=exists)
 
 
 @triton.jit
-def swiglu_backward(DOUT, GATE, UP, DGATE, DUP, rows, width, stride, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """DOUT [rows, width]; DGATE and DUP are halves of [rows, 2 width]."""
+def swiglu_backward(DOUT, GATE, UP, DGATE, DUP, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """DOUT [rows, width]; the others are halves of [rows, 2 width]."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     offsets, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
-    of_half, _ = _tile(tl.program_id(0) * TALL, column, rows, stride, TALL)
-    of_dhalf, _ = _tile(tl.program_id(0) * TALL, column, rows, 2 * width, TALL)
+    of_half, _ = _tile(tl.program_id(0) * TALL, column, rows, 2 * width, TALL)
     dout, gate = _load(DOUT + offsets, exists), _load(GATE + of_half, exists)
     sigmoid = 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
     dgate = dout * _load(UP + of_half, exists) * sigmoid * tl.fma(gate, 1.0 - sigmoid, 1.0)
-    tl.store(DGATE + of_dhalf, dgate, mask=exists)
-    tl.store(DUP + of_dhalf, dout * gate * sigmoid, mask=exists)
+    tl.store(DGATE + of_half, dgate, mask=exists)
+    tl.store(DUP + of_half, dout * gate * sigmoid, mask=exists)
 
 
 class SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up):
-        if gate.stride() != up.stride() or gate.stride(1) != 1:
-            gate, up = gate.contiguous(), up.contiguous()
-        ctx.save_for_backward(gate, up)
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        swiglu_forward[tiled(out)](gate, up, out, *out.shape, gate.stride(0), **TILE)
+    def forward(ctx, y):
+        y = y.contiguous()
+        ctx.save_for_backward(y)
+        gate, up = y.chunk(2, 1)
+        out = torch.empty(gate.shape, dtype=y.dtype, device=y.device)
+        swiglu_forward[tiled(out)](gate, up, out, *out.shape, **TILE)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        gate, up = ctx.saved_tensors
-        dgate, dup = reference.halves(gate)
-        swiglu_backward[tiled(gate)](dout.contiguous(), gate, up, dgate, dup, *gate.shape, gate.stride(0), **TILE)
-        return dgate, dup
+        (y,) = ctx.saved_tensors
+        dy = torch.empty_like(y)
+        swiglu_backward[tiled(dout)](dout.contiguous(), *y.chunk(2, 1), *dy.chunk(2, 1), *dout.shape, **TILE)
+        return dy
 
 
 swiglu = SwiGLU.apply
@@ -446,37 +445,12 @@ def rotate(x, positions, base):
     return reference.rotate(x, positions, base, turned)
 
 
-# --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
+# --- gradients of the embedding's tables ---------------------------------------------------------------------------
 #
-# Floors in bf16: `join` 4 bytes an element; `add_rows_` 2 bytes an element of the rows, and 8 an element of the table's
-# rows that change.
+# Floor in bf16: 2 bytes an element of the rows, and 8 an element of the table's rows that change.
 #
 # `add_rows_` sorts the ids. There is one program for each place in the sorted order and each stripe of columns. At the
 # first place of an id it adds all rows of this id.
-
-
-@triton.jit
-def join_part(X, WHOLE, SUMS, rows, width, all_columns, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Copy X [rows, width] to columns of WHOLE [rows, all_columns]. SUMS [programs along the rows, all_columns]."""
-    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    total = tl.zeros([TALL, WIDE], tl.float32)
-    for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        offsets, exists = _tile(first, column, rows, width, TALL)
-        offsets_of_whole, _ = _tile(first, column, rows, all_columns, TALL)
-        x = tl.load(X + offsets, mask=exists, other=0.0)
-        tl.store(WHOLE + offsets_of_whole, x, mask=exists)
-        total += x.to(tl.float32)
-    tl.store(SUMS + tl.program_id(0) * all_columns + column, tl.sum(total, 0), mask=column < width)
-
-
-def join(parts):
-    (n, width), k = parts[0].shape, len(parts)
-    grid = striped(parts[0], each=8)
-    whole = parts[0].new_empty(n, k * width)
-    sums = whole.new_empty(grid[0], k * width, dtype=torch.float32)
-    for part, *out in zip(parts, whole.chunk(k, 1), sums.chunk(k, 1), strict=True):
-        join_part[grid](part.contiguous(), *out, n, width, k * width, **TILE)
-    return whole, sums.sum(0)
 
 
 @triton.jit

@@ -52,8 +52,7 @@ class Block(nn.Module):
         x, y = self.norm1(x)  # x as it is, and its RMSNorm
         y = self.attention(y, batch)
         x, y = self.norm2(x, y, drop1)  # x + dropout(y), and the RMSNorm of this sum
-        gate, up = self.fc1(y)  # each [n, f/t]
-        y = self.fc2(self.ops.swiglu(gate, up))  # [n, f/t] -> [n, h]
+        y = self.fc2(self.ops.swiglu(self.fc1(y)))  # [n, h] -> [n, 2f/t] -> [n, f/t] -> [n, h]
         return self.ops.add_(y, x, None, drop2)
 
     def attention(self, x, batch):

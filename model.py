@@ -45,7 +45,7 @@ class Block(nn.Module):
         # x is a sum of 2L outputs. Its variance shall not grow with L.
         residual_std = std / math.sqrt(2 * c.num_layers)
         self.ln1 = LayerNorm(f"{name}.ln1", h, ops)
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp, ops)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
         self.ln2 = LayerNorm(f"{name}.ln2", h, ops)
         self.mlp = MLP(c, name, std, residual_std, tp, ops)
@@ -61,8 +61,7 @@ class Block(nn.Module):
         return self.ops.add_(y, x, self.mlp.bias, drop2)
 
     def attention(self, x, batch):
-        # each [b, s, heads/t, d]
-        q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))
+        q, k, v = self.qkv(x).view(*batch.shape, 3, -1, self.head_size).unbind(2)  # each [b, s, heads/t, d]
         if self.cp:  # q, k, v have s/cp tokens
             y = ulysses(q, k, v, self.cp, self.ops)
         else:

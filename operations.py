@@ -71,4 +71,5 @@ def trial(config, device):
     ops = choose(config, device, dtype)
     # The error may come from Triton, from the C compiler or from the driver.
     with reading(f"kernels={config.kernels} does not run here, --kernels=torch does", Exception):
-        ops.join([torch.ones(16, 16, device=device)])
+        ones = torch.ones(16, 16, device=device)
+        ops.add_rows_(torch.zeros_like(ones), torch.arange(16, device=device), ones)

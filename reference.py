@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. On a GPU, the names in this
 # list are kernels.py's functions: add a new kernel, and take out a function that you change.
-OPERATIONS = "add_ add_layer_norm_ add_rms_norm_ gelu_ relu_ swiglu rotate attention join add_rows_".split()
+OPERATIONS = "add_ add_layer_norm_ add_rms_norm_ gelu_ relu_ swiglu rotate attention add_rows_".split()
 OPERATIONS += "cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
@@ -96,25 +96,23 @@ def relu_(y, bias):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, both [..., f]. Shazeer (arXiv 2002.05202). silu is not kept: backward computes it again."""
+    """[gate, up] [..., 2f] -> silu(gate) * up. Shazeer (arXiv 2002.05202). Backward computes silu again."""
 
     @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        gate, up = y.chunk(2, -1)
         return F.silu(gate) * up
 
     @staticmethod
-    def backward(ctx, dy):
-        gate, up = ctx.saved_tensors
-        sigmoid, (dgate, dup) = gate.sigmoid(), halves(gate)
-        torch.mul(dy * up * sigmoid, 1 + gate * (1 - sigmoid), out=dgate)
-        torch.mul(dy * gate, sigmoid, out=dup)
-        return dgate, dup
-
-
-def halves(x):
-    """Return two new tensors [..., f] like x, halves of one [..., 2f]: `tensor.side_by_side` joins them in place."""
-    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1]).chunk(2, -1)
+    def backward(ctx, dout):
+        (y,) = ctx.saved_tensors
+        dy = torch.empty_like(y)
+        (gate, up), (dgate, dup) = y.chunk(2, -1), dy.chunk(2, -1)
+        sigmoid = gate.sigmoid()
+        torch.mul(dout * up * sigmoid, 1 + gate * (1 - sigmoid), out=dgate)
+        torch.mul(dout * gate, sigmoid, out=dup)
+        return dy
 
 
 class Rotation(torch.autograd.Function):
@@ -205,12 +203,6 @@ def takes_groups(device, dtype):
 
 
 # --- gradients of parameters ------------------------------------------------------------------------------------------
-
-
-def join(parts):
-    """Join k tensors [n, c]. Return (whole [n, k c], sums of its columns [k c])."""
-    whole = torch.cat(parts, 1)
-    return whole, whole.sum(0, dtype=wide_dtype(whole))
 
 
 def add_rows_(table, ids, rows):

@@ -720,7 +720,7 @@ TWO_GPUS = {"torch.cuda.is_available": lambda: True, "torch.cuda.device_count": 
     [
         (TWO_GPUS, "--seed=1", "nproc_per_node=4: there are only 2 GPUs; set at most 2, .*"),
         ({"recovery.processes.torch": OLD_TORCH}, "--seed=1", "torch 2.9.1 is too old; should be 2.11 .*"),
-        ({"reference.join": NO_COMPILER}, "--seed=1", ".*--kernels=torch does: RuntimeError: Failed to find C .*"),
+        ({"reference.add_rows_": NO_COMPILER}, "--seed=1", ".*--kernels=torch does: RuntimeError: Failed to find C .*"),
         ({"tempfile.NamedTemporaryFile": FULL_DISK}, "--seed=1", "out_dir=.*: No space left on device"),
         (NO_PACKAGE, "--tensorboard=x", "tensorboard=x: .*pip install tensorboard"),
         (NO_PACKAGE, "--wandb=x", "wandb=x: .*pip install wandb"),

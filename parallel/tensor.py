@@ -111,29 +111,24 @@ class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias): every linear of a block; in generation also the head.
 
     x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias:
-    [out] or [k, out], or None. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views.
+    [out] or [k, out], or None. y: [n, out] or [n, k out]; n/t rows with reduce_scatter.
     """
 
     @staticmethod
-    def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
+    def forward(ctx, x, w, bias, enter, leave, tp):
         ctx.save_for_backward(x)  # n/t rows with sequence parallelism
-        ctx.arguments = w, bias, enter, leave, tp, ops
+        ctx.arguments = w, bias, enter, leave, tp
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
         y = x @ matrix.T if bias is None else torch.addmm(bias.flatten(), x, matrix.T)
-        y = start(leave, y, tp, "activations").wait()
-        return y if w.dim() == 2 else y.chunk(len(w), 1)
+        return start(leave, y, tp, "activations").wait()
 
     @staticmethod
-    def backward(ctx, *parts):
+    def backward(ctx, dy):
         """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or action W does."""
-        (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
-        if bias is None:
-            dy = side_by_side(parts)
-        else:
-            dy, sums = ops.join(parts)
-            if bias.requires_grad:
-                bias.grad.add_(sums.view_as(bias))
+        (x,), (w, bias, enter, leave, tp) = ctx.saved_tensors, ctx.arguments
+        if bias is not None and bias.requires_grad:
+            bias.grad.add_(dy.sum(0, dtype=bias.grad.dtype).view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
@@ -144,19 +139,7 @@ class Linear(torch.autograd.Function):
             product.add()  # while dx is sent
         else:
             w.deferred.append(product)
-        return sending.wait(), None, None, None, None, None, None
-
-
-def side_by_side(parts):
-    """Return k tensors [n, c] as one [n, k c]: without a copy if they are the chunks of one (`reference.halves`)."""
-    whole, k = parts[0]._base, len(parts)
-    if whole is not None and whole.dim() == 2 and [*map(place, whole.chunk(k, 1))] == [*map(place, parts)]:
-        return whole
-    return parts[0] if k == 1 else torch.cat(parts, 1)
-
-
-def place(x):
-    return id(x._base), x.storage_offset(), x.shape, x.stride()
+        return sending.wait(), None, None, None, None, None
 
 
 class WeightGradient(NamedTuple):
@@ -178,21 +161,21 @@ def add_product(w, dy, x):
 class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n or n/t, in] -> [n, out/t].
 
-    shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next
-    operation adds it.
+    shape: of the whole weight, [out, in]. With [3, out, in], for q, k, v, the result is [n, 3 out/t].
+    adds_bias=False: the next operation adds it.
     """
 
-    def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True, has_bias=True):
+    def __init__(self, name, shape, std, tp, sequence_parallel, adds_bias=True, has_bias=True):
         super().__init__()
         cut = len(shape) - 2
         self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut) if has_bias else None
-        self.tp, self.ops, self.adds_bias = tp, ops, adds_bias
+        self.tp, self.adds_bias = tp, adds_bias
         self.enter = "all_gather" if sequence_parallel else "copy"
 
     def forward(self, x):
         bias = self.bias if self.adds_bias else None
-        return Linear.apply(x, self.weight, bias, self.enter, None, self.tp, self.ops)
+        return Linear.apply(x, self.weight, bias, self.enter, None, self.tp)
 
 
 class RowParallelLinear(nn.Module):

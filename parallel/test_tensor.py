@@ -75,7 +75,6 @@ def check_column_parallel(enter, packed):
     our_w, our_bias = (with_buffer(mine(part, 0).unflatten(0, shape)) for part in (w, bias))
     our_bias.grad.fill_(1.0)  # of an earlier micro-batch
     out = Linear.apply(x, our_w, our_bias, enter, None, tp)
-    out = torch.cat(out, 1) if packed else out
     close_on(tp, "y", out.detach(), mine(y, 1), {"the product without the bias": whole_x @ mine(w, 0).T})
     out.backward(mine(dy, 1))
     share = mine(dy, 1) @ mine(w, 0)

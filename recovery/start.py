@@ -32,7 +32,7 @@ def describe(run, path):
     text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
     if run.device.type == "cuda":
         attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
-        text += f"\noperations of {run.zero.ops.join.__module__}.py; attention: {attention}"
+        text += f"\noperations of {run.zero.ops.add_rows_.__module__}.py; attention: {attention}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
         text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
     return text

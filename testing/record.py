@@ -100,6 +100,9 @@ class Outputs(Tool):
         self.rows = [rows, all_gather(rows, tp, "rows").wait() if self.run.config.sequence_parallel else rows]
 
     def keep(self, name, module, arguments, result):
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() == 3:  # a rank has its columns of q, of k and of v
+            result = result.chunk(len(weight), 1)
         for k, x in enumerate(result if isinstance(result, tuple) else (result,)):
             rows = next((rows for rows in self.rows if len(rows) == len(x)), None)
             if rows is not None and x.dim() == 2:

@@ -53,13 +53,13 @@ class NormalizedQueries(ColumnParallelLinear):
 
     def __init__(self, qkv, c, **fields):
         super().__init__(qkv.weight.name.removesuffix(".weight"), qkv.weight.shape, qkv.weight.std, qkv.tp, False)
-        self.enter, self.ops = qkv.enter, qkv.ops
+        self.enter = qkv.enter
         self.norm = ParamSpec(f"{self.weight.bucket}.q_norm", (c.head_size,), mean=1.0, **fields)
 
     def forward(self, x):
-        q, k, v = super().forward(x)
+        q, k, v = super().forward(x).chunk(3, 1)
         heads = q.view(len(q), -1, *self.norm.shape)
-        return F.rms_norm(heads, heads.shape[-1:], self.norm, 1e-5).view_as(q), k, v
+        return torch.cat([F.rms_norm(heads, heads.shape[-1:], self.norm, 1e-5).flatten(1), k, v], 1)
 
 
 @contextlib.contextmanager

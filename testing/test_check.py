@@ -67,7 +67,7 @@ def test_the_traceback_of_a_rank_is_one_line():
     assert check.in_one_line("two lines\nof a cause") == "two lines\nof a cause"
 
 
-ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = (" in line)
+ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = " in line)
 NORM = "torch.stack([loss, norm, lr, skip, stop, apart])"
 EDITS = {  # name: (options, edits, words of the output)
     "a mean over a rank's own heads": (
@@ -149,7 +149,7 @@ RIGHT = [  # keys of their own, whose bias has no gradient; a norm of each query
     (
         "model.py",
         PROJ,
-        '        self.key = ColumnParallelLinear(f"{name}.key", (h, h), std, tp, sp, ops)\n'
+        '        self.key = ColumnParallelLinear(f"{name}.key", (h, h), std, tp, sp)\n'
         '        self.scale = ParamSpec(f"{name}.scale", (), mean=0.5)\n' + PROJ,
     ),
     (
