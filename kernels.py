@@ -560,18 +560,15 @@ def cross_entropy_(logits, targets, columns, dlosses=None, reduce=None):
 
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
-# Floor of AdamW: 30 bytes a parameter (28 in fp32).
+# Floor of AdamW: 28 bytes a parameter.
 
 
 @triton.jit
 def adamw_flat(
-    W, G, M, V, OUT, LR, SCALE, UPDATE, SKIP, CORRECTION1, CORRECTION2, size, decay, beta1, beta2, eps,
+    W, G, M, V, LR, SCALE, UPDATE, SKIP, CORRECTION1, CORRECTION2, size, decay, beta1, beta2, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W, G, M, V [size] float32; OUT [size] of any dtype, or None; LR .. CORRECTION2: `reference.UpdateScalars`.
-
-    UPDATE is not used.
-    """
+    """W, G, M, V [size] float32; LR .. CORRECTION2: `reference.UpdateScalars`. UPDATE is not used."""
     if tl.load(SKIP) == 0:
         offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         exists = offsets < size
@@ -586,16 +583,14 @@ def adamw_flat(
         tl.store(M + offsets, m, mask=exists)
         tl.store(V + offsets, v, mask=exists)
         tl.store(W + offsets, w, mask=exists)
-        if OUT is not None:
-            tl.store(OUT + offsets, w, mask=exists)
 
 
 ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
-def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
+def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps):
     """Do the same as `reference.adamw_`, in one launch for each range."""
     for begin, end, decays in ranges:
-        buffers = (x if x is None else x[begin:end] for x in (weight, gradient, *moments, out))
+        buffers = (x[begin:end] for x in (weight, gradient, *moments))
         arguments = *buffers, *scalars, end - begin, decay * decays, beta1, beta2, eps
         adamw_flat[(triton.cdiv(end - begin, ADAMW["BLOCK"]),)](*arguments, **ADAMW)

@@ -363,10 +363,10 @@ def update_scalars(lr, scale, update, skip, beta1, beta2):
     return UpdateScalars(lr, scale, update, skip, 1 - beta1**update64, 1 - beta2**update64)
 
 
-def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
+def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps):
     """Update flat buffers as `adamw` in `parallel/optimizer.py` does, by PyTorch's fused kernel. `gradient` is used up.
 
-    ranges: [(begin, end, decays)]. Elements outside of them (frozen parameters) stay. out: also receives the weights.
+    ranges: [(begin, end, decays)]. Elements outside of them (frozen parameters) stay.
     """
     before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()
     if weight.dtype == torch.float64:  # a float32 divisor is not exact enough
@@ -380,5 +380,3 @@ def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, e
             w, g, m, v, [], [before.clone()], fused=True, grad_scale=divisor, found_inf=skip, lr=lr, beta1=beta1,
             beta2=beta2, eps=eps, weight_decay=decay * decays, amsgrad=False, maximize=False,
         )  # fmt: skip
-    if out is not None:
-        out.copy_(weight)

@@ -224,17 +224,14 @@ def test_cross_entropy_of_extreme_logits(reduce):
 RANGES = [(0, 512, True), (512, 640, False), (640, 1040, True), (1040, 1056, False)]
 
 
-@pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ranges", [RANGES, [(0, 16, True)], [(0, 2000, False)]], ids=len)
-def test_adamw(ranges, out):
+def test_adamw(ranges):
     ours = buffers(ranges[-1][1])
     exact = [x.double() for x in ours]
-    cast = None if out is None else torch.full_like(ours[0], torch.nan, dtype=out)
-    adamw(kernels, ours, ranges, update_scalars(), cast)
+    adamw(kernels, ours, ranges, update_scalars())
     adamw(reference, exact, ranges, update_scalars())
     for i in (0, 2, 3):
         assert torch.allclose(ours[i].double(), exact[i], rtol=2e-6, atol=3e-7)
-    assert out is None or torch.equal(cast, ours[0].to(out))
 
 
 def test_adamw_leaves_frozen_elements():
@@ -246,11 +243,11 @@ def test_adamw_leaves_frozen_elements():
 
 
 def test_a_skipped_adamw_touches_nothing():
-    ours, cast = buffers(1056), torch.ones(1056, dtype=torch.bfloat16)
+    ours = buffers(1056)
     before = [x.clone() for x in ours]
     ours[1][5] = torch.nan
-    adamw(kernels, ours, RANGES, update_scalars(skip=True), cast)
-    assert all(torch.equal(ours[i], before[i]) for i in (0, 2, 3)) and (cast == 1).all()
+    adamw(kernels, ours, RANGES, update_scalars(skip=True))
+    assert all(torch.equal(ours[i], before[i]) for i in (0, 2, 3))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -338,8 +335,8 @@ def test_bytes_of_an_operation(case):
 
 
 def test_bytes_of_adamw():
-    ours, cast = buffers(1056), torch.zeros(1056, dtype=torch.bfloat16)
-    assert moved(lambda: adamw(kernels, ours, RANGES, update_scalars(), cast), "W G M V OUT", 1056) == (16, 14)
+    ours = buffers(1056)
+    assert moved(lambda: adamw(kernels, ours, RANGES, update_scalars()), "W G M V", 1056) == (16, 12)
 
 
 @REDUCE

@@ -42,7 +42,7 @@ program's own code would repeat its mistakes. `test_memory.py` holds them to mea
 
     - tensors that live only within one action (logits, gradients of activations)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
-    - with offload on a GPU, the CPU's buffer for gradients and weights (`HostBucket.staging`)
+    - with offload on a GPU, the CPU's buffers for gradients and weights (`Zero.update`)
     - with Muon, whole matrices of one block during the update
     - on GPUs, messages of a pipeline until the GPU has passed them: the host is ahead
     - on GPUs whose attention takes no query groups (`reference.takes_groups`), repeated keys and values

@@ -77,15 +77,14 @@ def operations(device, n, h, s, v):
         return table
 
     def update(ops, *inputs):
-        *flats, out = inputs
-        adamw(ops, flats, ranges, scalars, out)
-        w, _, m, v, out = inputs  # the gradient is used up
-        return w, m, v, out
+        adamw(ops, inputs, ranges, scalars)
+        w, _, m, v = inputs  # the gradient is used up
+        return w, m, v
 
     table = random(v, h, device=device)
     found = {
         "cross_entropy_": (cross_entropy, [new(rows, padded(v), size=4), ids[:rows]], (2,)),
-        "adamw_": (update, [*buffers(flat, device), new(flat)], (7.5,)),
+        "adamw_": (update, buffers(flat, device), (7,)),
         "add_rows_": (add_rows, [new(n, h), ids, table], (1,)),  # and rows of the table
         "attention": (lambda ops, qkv: ops.attention(*qkv.unbind(2)), [new(n // s, s, 3, h // 64, 64)], (0, 0)),
         "rotate": (lambda ops, x: ops.rotate(x, positions, 1e4), [new(n // s, s, h // 64, 64)], (2, 2)),

@@ -113,8 +113,8 @@ def update(c, buckets, scalars, ops, device):
     if rule.fused:
         for b in buckets:
             ranges = [(r.begin, r.end, r.decays) for r in b.trained_ranges()]
-            constants |= dict(decay=c.weight_decay, out=b.copy_of_master)
-            getattr(ops, rule.fused)(b.master, b.master_grad, b.moments, scalars, ranges, **constants)
+            fused = getattr(ops, rule.fused)
+            fused(b.master, b.master_grad, b.moments, scalars, ranges, decay=c.weight_decay, **constants)
         return
     if scalars.skip:
         return
@@ -136,9 +136,6 @@ def update(c, buckets, scalars, ops, device):
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
             constants |= dict(lars_coefficient=c.lars_coefficient)
             rule.layerwise(w, g, moments, weight_norm, norm, **constants)
-    for b in buckets:
-        if b.copy_of_master is not None:
-            b.copy_of_master.copy_(b.master)
 
 
 def tensor_norms(tensors, device):

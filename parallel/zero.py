@@ -251,20 +251,9 @@ class Bucket:
         return ranges
 
     @property
-    def copy_of_master(self):
-        """`param.shard`, to which the optimizer copies `master`. None if they are one tensor."""
-        return None if self.param.shard is self.master else self.param.shard
-
-    @property
     def scaled_gradient(self):
         """The gradient of this rank's shard, after `Zero.finish`: times the loss scale, 1 except in fp16."""
         return self.grad.shard
-
-    def fetch_gradient(self):
-        self.master_grad = self.scaled_gradient
-
-    def return_weights(self):
-        """Do nothing: the optimizer has written `copy_of_master`."""
 
     def publish(self):
         """Start to all-gather the new parameters (stages 1 and 2)."""
@@ -273,28 +262,9 @@ class Bucket:
             self.gathering = all_gather(self.param.shard, self.shards, "parameters", out)
 
 
-class HostBucket(Bucket):
-    """A bucket whose optimizer state is on the CPU (Ren et al., ZeRO-Offload, arXiv 2101.06840).
-
-    Gradients and new weights go through `staging`, pinned memory, which a GPU copies directly.
-    """
-
-    copy_of_master = None
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.staging = pinned(len(self.master), self.master.dtype)
-
-    def fetch_gradient(self):
-        self.master_grad = self.staging.copy_(self.scaled_gradient, non_blocking=True)
-
-    def return_weights(self):
-        weights = self.staging.view(self.param.shard.dtype)[: len(self.master)].copy_(self.master)
-        self.param.shard.copy_(weights, non_blocking=True)
-
-
-def pinned(size, dtype):
-    return torch.zeros(size, dtype=dtype, pin_memory=True)
+def pinned(x):
+    """Return x in memory that a GPU copies directly."""
+    return x.pin_memory()
 
 
 def wait_for(communications):
@@ -314,6 +284,7 @@ class Zero:
         self.layout, self.config, self.mesh, self.ops = layout, config, mesh, ops
         self.dtype, self.device = dtype, torch.device(device)
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        # offload (Ren et al., ZeRO-Offload, arXiv 2101.06840): the optimizer's buffers are on the CPU
         self.state_device = torch.device("cpu") if config.offload else self.device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # without skipped steps
         self.window, self.unequal = Window(), []
@@ -324,9 +295,8 @@ class Zero:
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
         # sorted: all holders of a bucket need the same order of calls
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}
-        kind = HostBucket if training and self.state_device != self.device else Bucket
         for name, bucket in layouts.items():  # each frees its whole buffers before the next
-            self.buckets[name] = kind(bucket, self, holders[name], training)
+            self.buckets[name] = Bucket(bucket, self, holders[name], training)
         self.in_order = [self.buckets[name] for name in sorted(layouts)]
         params = {p.spec: p for bucket in self.in_order for p in bucket.params}
         numbers = [unit for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
@@ -348,10 +318,16 @@ class Zero:
     @torch.no_grad()
     def parameters_from_master(self):
         self.finish_gathers()
+        self.copy_masters()
+        self.publish()
+
+    def copy_masters(self):
+        """Copy each bucket's `master` to `param.shard`, where they are two tensors."""
         for bucket in self.in_order:
             if bucket.param.shard is not bucket.master:
-                bucket.param.shard.copy_(bucket.master)
-        self.publish()
+                offloaded = self.state_device != self.device
+                weights = pinned(bucket.master.to(self.dtype)) if offloaded else bucket.master
+                bucket.param.shard.copy_(weights, non_blocking=True)
 
     def zero_grad(self):
         for bucket in self.in_order:
@@ -422,16 +398,14 @@ class Zero:
     @torch.no_grad()
     def update(self, scalars):
         """Update this rank's shards, unless scalars.skip (`reference.UpdateScalars`)."""
-        buckets = self.in_order
         self.finish_gathers()
-        for bucket in buckets:
-            bucket.fetch_gradient()
+        for bucket in self.in_order:  # from a GPU to the CPU: into pinned memory
+            bucket.master_grad = bucket.scaled_gradient.to(self.state_device, non_blocking=True)
         # With offload, this copy waits for the GPU. Then gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
-        optimizer.update(self.config, buckets, scalars, ops, self.device)
-        for bucket in buckets:
-            bucket.return_weights()
+        optimizer.update(self.config, self.in_order, scalars, ops, self.device)
+        self.copy_masters()
         self.updates += ~scalars.skip
 
     def publish(self):

@@ -76,11 +76,10 @@ def update_scalars(device="cpu", skip=False):
     return reference.update_scalars(*(x.to(device) for x in numbers), 0.9, 0.99)
 
 
-def adamw(ops, buffers, ranges, scalars, out=None):
+def adamw(ops, buffers, ranges, scalars):
     """Make an update of `buffers`."""
     weight, gradient, *moments = buffers
-    options = dict(decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, out=out)
-    ops.adamw_(weight, gradient, moments, scalars, ranges, **options)
+    ops.adamw_(weight, gradient, moments, scalars, ranges, decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
 
 
 # --- errors ---------------------------------------------------------------------------------------
