@@ -120,11 +120,12 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
-    In training, forward returns nan, and backward writes the losses there (`LinearCrossEntropy`).
-    For a head that computes with its losses see `Executor.real_losses`.
+    In training, forward returns nan, and backward writes the losses there (`LinearCrossEntropy`). A
+    head that computes with its losses says so: then forward computes them, too.
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
+    reads_losses = False
 
     def __init__(self, c, norm, word, tp, ops):
         super().__init__()
@@ -139,7 +140,7 @@ class Head(nn.Module):
             return logits[:, : self.vocab_size]
         losses = LinearCrossEntropy.apply if torch.is_grad_enabled() else next_token_losses
         words = self.word.weight, batch.targets, self.vocab_size
-        return losses(x, *words, self.enter, self.tp, self.ops, batch.real_losses)
+        return losses(x, *words, self.enter, self.tp, self.ops, self.reads_losses)
 
 
 def units(c, tp, ops, cp):

@@ -123,14 +123,14 @@ def how_often(layout):
     return {(row.axis, row.what, row.operation): row.per for row in rows_of(layout)}
 
 
-def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_losses=False):
+def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, reads_losses=False):
     """Return TABLE as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
-    real_losses: of the Executor.
+    reads_losses: of the Model.
     """
     table = {}
-    letters = letters_of_rank(layout, schedule, pp_rank, real_losses)
+    letters = letters_of_rank(layout, schedule, pp_rank, reads_losses)
     letters |= dict(item=item, wide=master_item, double=8)
     occasions = occasions_of(layout, schedule, pp_rank, data_rank, letters)
     for row in rows_of(layout):
@@ -178,13 +178,13 @@ def occasions_of(layout, schedule, pp_rank, data_rank, letters):
     }
 
 
-def letters_of_rank(layout, schedule, rank, real_losses):
+def letters_of_rank(layout, schedule, rank, reads_losses):
     """Return the letters of a layer, of a micro-batch and of a boundary. blocks: forwards of blocks in a step."""
     c, tokens = layout.config, tokens_of_rank(layout.config)
     actions, last = schedule.actions[rank], len(layout.unit_specs) - 1
     forwards = Counter(unit for kind, _, chunk in actions if kind == "F" for unit in layout.units[chunk])
     embeddings, heads, pieces = forwards[0], forwards[last], math.ceil(tokens / ROWS)
-    losses = heads * (1 + real_losses)
+    losses = heads * (1 + reads_losses)
     return dict(
         columns=[tokens * m.inputs for m in matrices_of(c, "column")],
         rows=[tokens * m.outputs for m in matrices_of(c, "row")],

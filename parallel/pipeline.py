@@ -97,7 +97,7 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.training_schedule = schedule
-        self.real_losses = False  # the head computes with its losses, so forward computes them, too
+        self.reads_losses = model.reads_losses
         connect(mesh, schedule, zero.device)
 
     def run(self, batches, count, factor):
@@ -157,7 +157,6 @@ class Executor:
         """F: run a chunk's units on micro-batch j."""
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
         y = None if self.step.schedule.parts[c] == 0 else self._take("activation", j, c)
-        batch.real_losses = self.real_losses
         pairs = []
         for i, unit in enumerate(chunk.units):
             self._gather(chunk, i, +1)
@@ -197,10 +196,9 @@ class Executor:
                 if y.shape != batch.targets.shape:
                     should = f"should be the loss of each token, {[*batch.targets.shape]}; `train_step` takes the mean"
                     raise UserError(f"the head returns a tensor {[*y.shape]}; {should}")
-                # If the head computes with its losses, another operation made y, and they must be real.
-                if y.grad_fn.name() != "LinearCrossEntropyBackward" and not batch.real_losses:
-                    self.real_losses = batch.real_losses = True
-                    y = chunk.units[i](x, batch)
+                if y.grad_fn.name() != "LinearCrossEntropyBackward" and not self.reads_losses:
+                    why = "the head computes with its losses, which are nan until backward"
+                    raise UserError(f"{why}; say so in its class: reads_losses = True")
                 gradient = torch.full_like(y, self.step.factor / len(y))  # d(factor * mean) / dy
             if y.requires_grad:  # False: the embedding is frozen
                 torch.autograd.backward(y, gradient)

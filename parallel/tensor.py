@@ -250,7 +250,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     dz^T x. So each logit is computed once. A token with a negative target (PyTorch's -100) has loss
     0 and no gradient.
 
-    in_forward: forward computes the losses, too (`Executor.real_losses`).
+    in_forward: forward computes the losses, too, for a head that reads them.
     """
 
     @staticmethod

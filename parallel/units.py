@@ -9,8 +9,9 @@ GPT-2, `llama.py` Llama). c: the Config; tp, cp: `mesh.Axis`, this rank's groups
     head        x, batch     -> the loss of every token [n], or without targets (generation) logits
 
 A unit has parameters as `tensor.ParamSpec`s, which `zero.py` replaces by views into flat buffers. It says
-whether it is `recomputable`. Between two units the executor (`pipeline.py`) gathers or frees parameters,
-and reduces gradients. So a unit hands on x and nothing else.
+whether it is `recomputable`; the head, whether it computes with its losses (`reads_losses`). Between two
+units the executor (`pipeline.py`) gathers or frees parameters, and reduces gradients. So a unit hands on x
+and nothing else.
 """
 
 import math
@@ -37,7 +38,6 @@ class MicroBatch:
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
-    real_losses: bool = False  # `Executor.real_losses`
     caches: list | None = None  # in generation: past keys and values of each block
 
     def __setattr__(self, name, value):
@@ -75,6 +75,10 @@ class Model(nn.Module):
         for unit in self.units:
             x = unit(x, batch)
         return x
+
+    @property
+    def reads_losses(self):
+        return getattr(self.units[-1], "reads_losses", False)
 
     def specs(self):
         """Return {name: ParamSpec}. A tied parameter appears once."""

@@ -283,8 +283,14 @@ def computed_with(term):
         y = forward(self, x, batch)
         return y if batch.targets is None else term(y)
 
-    with mock.patch.object(Head, "forward", changed_forward):
+    with mock.patch.multiple(Head, forward=changed_forward, reads_losses=True):
         yield
+
+
+def test_a_head_that_computes_with_its_losses_must_say_so():
+    with computed_with(squared), mock.patch.object(Head, "reads_losses", False):
+        said = refusal(one_step, tiny_config(1))
+    assert said.endswith("nan until backward; say so in its class: reads_losses = True")
 
 
 cross_entropy_ = reference.cross_entropy_
@@ -328,7 +334,7 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
         run = built(tiny_config(1, init_method_std=0.2))
         batches = [*itertools.islice(tiny_batches(run), 3)]
         losses = []
-        for _ in range(2):  # the first time, the executor learns that the head computes with its losses
+        for _ in range(2):
             run.zero.zero_grad()
             losses.append(run.executor.run(iter(batches), 3, 1 / 3).item() / 3)
         validated = run.executor.evaluate(batches)
