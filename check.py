@@ -246,7 +246,7 @@ def frozen(c):
         return "the update moves no weight: a rule writes into `weight`, in place"
     still = [name for name, (_, _, values) in step.gradients.items() if not values.any()]
     moved = [name for name in still if not torch.equal(step.before[name], step.after[name])]
-    return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: requires_grad_(False)"
+    return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: units.freeze"
 
 
 @torch.no_grad()

@@ -215,7 +215,7 @@ def letters_of_bucket(layout, bucket, data_rank):
     begin, end = bucket.part(data_rank % layout.shards, layout.shards)
     for r in bucket.ranges_in(begin, end):
         lengths[replica_sums(c, layout.data_ranks, r)].append(r.end - r.begin)
-    matrices = [spec for spec in bucket.specs if spec.matrix] if c.optimizer == "muon" else []
+    matrices = [spec for spec in bucket.specs if spec.matrix and not spec.frozen] if c.optimizer == "muon" else []
     return dict(
         P=bucket.size,
         part=end - begin,

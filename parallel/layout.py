@@ -14,7 +14,7 @@ and weight decay need only a few slices:
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                   ^
     To the right of the mark only tp rank 0 counts in the norm, and with sequence parallelism gradients are partial
-    (otherwise only those of `ParamSpec.partial`). Each of the four is in the order of `partial` and `matrix`.
+    (otherwise only those of `ParamSpec.partial`). Each of the four is in the order of `partial`, `matrix` and `frozen`.
 """
 
 import itertools
@@ -36,12 +36,13 @@ class Range(NamedTuple):
     end: int
     cut: bool  # over tp
     decays: bool
-    partial: bool  # these two: of ParamSpec
+    partial: bool  # these three: of ParamSpec
     matrix: bool
+    frozen: bool
 
 
 def kind_of(spec):
-    return spec.tp_dim is not None, spec.decay, spec.partial, spec.matrix
+    return spec.tp_dim is not None, spec.decay, spec.partial, spec.matrix, spec.frozen
 
 
 class Piece(NamedTuple):

@@ -41,8 +41,8 @@ def orthogonal(u, dtype):
 
 def muon(bucket, ranges, device, *, lr, decay, scale, beta1, **_):
     """Update the matrices of a `zero.Bucket` in these Ranges. Return the other Ranges."""
-    whole = zip(bucket.layout.pieces(0, bucket.size), bucket.pieces, bucket.params, strict=True)
-    matrices = [(matrix, piece) for matrix, piece, p in whole if p.spec.matrix and p.requires_grad]
+    whole = zip(bucket.layout.pieces(0, bucket.size), bucket.pieces, strict=True)
+    matrices = [(matrix, piece) for matrix, piece in whole if piece.spec.matrix and not piece.spec.frozen]
     for r in ranges:
         if r.matrix:
             w, g, m = (x[r.begin : r.end] for x in (bucket.master, bucket.master_grad, bucket.moments[0]))

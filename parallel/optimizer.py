@@ -15,7 +15,6 @@ instead, in one pass over memory. To change such a rule, edit its function and r
 RULES.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -112,7 +111,7 @@ def update(c, buckets, scalars, ops, device):
     constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
         for b in buckets:
-            ranges = [(r.begin, r.end, r.decays) for r in b.trained_ranges()]
+            ranges = [(r.begin, r.end, r.decays) for r in b.ranges if not r.frozen]
             fused = getattr(ops, rule.fused)
             fused(b.master, b.master_grad, b.moments, scalars, ranges, decay=c.weight_decay, **constants)
         return
@@ -121,7 +120,7 @@ def update(c, buckets, scalars, ops, device):
     lr, scale, update = (x.item() for x in (scalars.lr, scalars.scale, scalars.update))
     constants |= dict(lr=lr, scale=scale, update=update)
     for b in buckets:
-        ranges = b.trained_ranges()
+        ranges = [r for r in b.ranges if not r.frozen]
         if rule.whole:
             ranges = rule.whole(b, ranges, device, decay=c.weight_decay, **constants)
         for r in ranges:
@@ -130,8 +129,9 @@ def update(c, buckets, scalars, ops, device):
     if rule.layerwise:
         tensors = [(b, piece) for b in buckets for piece in b.pieces]
         norms = tensor_norms(tensors, device).tolist()
-        trained = [p.requires_grad for b in buckets for p in b.params]
-        for (b, piece), (weight_norm, norm) in itertools.compress(zip(tensors, norms, strict=True), trained):
+        for (b, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
+            if piece.spec.frozen:
+                continue
             w, g, *moments = (piece.of(x) for x in (b.master, b.master_grad, *b.moments))
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
             constants |= dict(lars_coefficient=c.lars_coefficient)

@@ -64,6 +64,7 @@ class ParamSpec:
     partial: bool = False  # whole, but inside a pair (QK-norm): a rank has part of its gradient
     matrix: bool = False  # Muon updates it as a matrix, or as several
     padding: int = 0  # last rows that no token uses. They stay 0, so they add nothing to LAMB's norms
+    frozen: bool = False  # it has no gradient, and keeps its value (`units.freeze`)
 
     @property
     def bucket(self):

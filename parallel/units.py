@@ -15,7 +15,7 @@ and nothing else.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -118,6 +118,14 @@ def specs(unit):
         raise UserError(f"{type(unit).__name__}.{name} {why}: should be a {right}")
     values = [value for module in unit.modules() for value in vars(module).values()]
     return [value for value in values if isinstance(value, ParamSpec)]
+
+
+def freeze(unit):
+    """Let a unit, or a part of it, keep its weights. Call it in `units`. A tied table stays tied."""
+    for module in unit.modules():
+        for key, spec in [*vars(module).items()]:
+            if isinstance(spec, ParamSpec):
+                setattr(module, key, replace(spec, frozen=True))
 
 
 def unit_specs(config):

@@ -40,16 +40,16 @@ dtype, float32 (in fp64 runs float64).
 """
 
 import itertools
-import math
 
 import torch
 from torch import nn
 
 import reference
+from errors import UserError
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
 from parallel.hidden import Views
-from parallel.layout import ALIGN, REPLICATED, replica_sums
+from parallel.layout import REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
@@ -151,7 +151,7 @@ class Bucket:
     def _parameter(self, piece, master_dtype):
         """Return an nn.Parameter. It and its `.grad` are views: backward adds to the flat buffer."""
         shape = piece.spec.local_shape(self.layout.tp)
-        p = nn.Parameter(piece.of(self.param.whole).view(shape))
+        p = nn.Parameter(piece.of(self.param.whole).view(shape), requires_grad=not piece.spec.frozen)
         p.spec, p.deferred = piece.spec, None
         if self.grad is not None:
             p.grad_dtype = master_dtype
@@ -238,18 +238,6 @@ class Bucket:
         """Return True on the one rank that counts the elements of a Range in the norm."""
         return self.copies.rank == self.holders.rank == 0 and (r.cut or self.tp.rank == 0)
 
-    def trained_ranges(self):
-        """Return the Ranges without frozen parameters (`p.requires_grad_(False)`)."""
-        ranges = self.ranges
-        for piece, p in zip(self.pieces, self.params, strict=True):
-            if not p.requires_grad and piece.begin < piece.end:
-                begin = piece.at
-                end = math.ceil((begin + piece.end - piece.begin) / ALIGN) * ALIGN  # with the padding
-                before = [r._replace(end=min(r.end, begin)) for r in ranges]
-                after = [r._replace(begin=max(r.begin, end)) for r in ranges]
-                ranges = [r for r in before + after if r.begin < r.end]
-        return ranges
-
     @property
     def scaled_gradient(self):
         """The gradient of this rank's shard, after `Zero.finish`: times the loss scale, 1 except in fp16."""
@@ -332,6 +320,9 @@ class Zero:
     def zero_grad(self):
         for bucket in self.in_order:
             bucket.grad.clear()
+            for p in bucket.params:
+                if p.requires_grad == p.spec.frozen:  # the optimizer would not see it
+                    raise UserError(f"{p.spec.name}: freeze it in `units`, by `units.freeze`, not by requires_grad_")
 
     # --- finish: after all backwards --------------------------------------------------------------
 

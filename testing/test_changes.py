@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import model
 import reference
 import train
 from bench.plain import Plain
@@ -21,7 +22,7 @@ from model import MLP, Block, Head, LayerNorm
 from operations import choose
 from parallel.optimizer import RULES, Rule
 from parallel.tensor import ColumnParallelLinear, ParamSpec
-from parallel.units import Model
+from parallel.units import Model, freeze
 from recovery import checkpoint
 from testing.compare import same_tensor
 from testing.record import check_layout, one_step, record
@@ -210,17 +211,25 @@ def frozen_names(name):
 
 @contextlib.contextmanager
 def frozen():
-    """The last lines of `train.build_run`."""
-    build = train.build_run
+    """The last lines of `units`."""
+    build = model.units
 
-    def built(*arguments):
-        run = build(*arguments)
-        for p in run.model.parameters():
-            p.requires_grad_(not frozen_names(p.spec.name))
-        return run
+    def changed_units(*arguments):
+        units = build(*arguments)
+        embedding, first, second = units[:3]
+        for part in (embedding, first, second.qkv, second.ln2):
+            freeze(part)
+        return units
 
-    with mock.patch.object(train, "build_run", built):
+    with mock.patch.object(model, "units", changed_units):
         yield
+
+
+def test_a_weight_that_is_frozen_too_late_is_refused():
+    run = built(tiny_config(1))
+    run.model.units[1].qkv.weight.requires_grad_(False)
+    said = refusal(train.train_step, run, tiny_batches(run))
+    assert said == "block0.qkv.weight: freeze it in `units`, by `units.freeze`, not by requires_grad_"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb", "lars", "muon"])
