@@ -43,6 +43,7 @@ class Config:
     rotary_base: float = 10000.0  # llama: base of the positions' frequencies
     norm_epsilon: float = 1e-5  # llama: added to RMSNorm's mean square
     untie_embeddings_and_output_weights: bool = False  # llama: the head has a table of its own
+    own: str = ""  # fields that the model's file declares in FIELDS: name=value,name=value
     dropout: float = 0.0  # of embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
+import model
 import train
 from bench.plain import Plain
 from errors import UserError
@@ -12,9 +13,9 @@ from model import Block, LayerNorm
 from parallel.layout import kind_of
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear
-from parallel.units import MicroBatch, Model, specs
+from parallel.units import MicroBatch, Model, own_fields, specs
 from testing.compare import same_tensor
-from testing.tiny import built, tiny_batches, tiny_config
+from testing.tiny import built, refusal, tiny_batches, tiny_config
 
 PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
@@ -65,6 +66,18 @@ def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch)
     Model(tiny_config(2), tp=None)
     with pytest.raises(UserError, match=r"block0\.fc1\.weight: dimension 0 = 341 is not a multiple of tp = 2"):
         Model(tiny_config(1, tp=2), tp=None)
+
+
+def test_a_model_declares_fields(monkeypatch):
+    monkeypatch.setattr(model, "FIELDS", {"window": 128, "gate": False, "norm": "layer", "base": 1.0}, raising=False)
+    given = tiny_config(1, own="window=64,gate=True,base=2,norm=rms")
+    assert own_fields(tiny_config(1)) == model.FIELDS
+    assert own_fields(given) == {"window": 64, "gate": True, "norm": "rms", "base": 2}
+    said = refusal(Model, tiny_config(1, own="widow=64"), None)
+    assert said.startswith("own=widow=64: model.py has no field widow in FIELDS = {'window': 128,")
+    for wrong in ("window=a", "window=1.5", "window", "gate=1", "base=(", "window=True"):
+        name = wrong.partition("=")[0]
+        assert refusal(own_fields, tiny_config(1, own=wrong)).startswith(f"own={wrong}: {name} should be like ")
 
 
 @pytest.fixture(params=["gelu", "relu"])

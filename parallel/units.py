@@ -14,6 +14,7 @@ units the executor (`pipeline.py`) gathers or frees parameters, and reduces grad
 and nothing else.
 """
 
+import ast
 import math
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -57,6 +58,7 @@ class Model(nn.Module):
         super().__init__()
         c = config
         self.config, self.tp, self.cp = c, tp, cp
+        own_fields(c)  # raises UserError
         self.units = nn.ModuleList(import_module(c.model).units(c, tp, ops, cp))
         self.unit_specs = [specs(unit) for unit in self.units]
         named = self.specs()
@@ -118,6 +120,26 @@ def specs(unit):
         raise UserError(f"{type(unit).__name__}.{name} {why}: should be a {right}")
     values = [value for module in unit.modules() for value in vars(module).values()]
     return [value for value in values if isinstance(value, ParamSpec)]
+
+
+def own_fields(c):
+    """Return {name: value} of FIELDS, a dict of defaults in the model's file, with the values of `c.own`.
+
+    FIELDS = {"window": 128} in mine.py: --own=window=64. `units` asks for them. Raises UserError.
+    """
+    fields = dict(getattr(import_module(c.model), "FIELDS", {}))
+    for name, _, text in (word.partition("=") for word in c.own.split(",") if word):
+        if name not in fields:
+            raise UserError(f"own={c.own}: {c.model}.py has no field {name} in FIELDS = {fields}")
+        kind = type(fields[name])
+        try:
+            value = text if kind is str else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = None
+        if type(value) not in ({kind, int} if kind is float else {kind}):
+            raise UserError(f"own={c.own}: {name} should be like {fields[name]!r}")
+        fields[name] = value
+    return fields
 
 
 def freeze(unit):
