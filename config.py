@@ -8,6 +8,7 @@ case, or the comment gives its name.
 """
 
 import argparse
+import ast
 import functools
 import inspect
 import math
@@ -247,6 +248,31 @@ def iterations(c, samples, count=0, consumed=0):
     return max(1, count)
 
 
+def own_fields(c):
+    """Return {name: value} of the fields that the model's file declares: its defaults with the values of `c.own`.
+
+    With FIELDS = {"window": 128} in mine.py and --own=window=64 it is {"window": 64}. `units` may ask for them.
+    """
+    fields = dict(getattr(import_module(c.model), "FIELDS", {}))
+    for name, _, text in (word.partition("=") for word in re.split(r",(?=\w+=)", c.own) if word):
+        if name not in fields:
+            raise UserError(f"own={c.own}: {c.model}.py has no field {name} in FIELDS = {fields}")
+        kind = type(fields[name])
+        try:
+            value = text if kind is str else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = None
+        if type(value) not in ({kind, int} if kind is float else {kind}):
+            raise UserError(f"own={c.own}: {name} should be like {fields[name]!r}")
+        fields[name] = kind(value)
+    return fields
+
+
+def own_text(c):
+    """Return `c.own` with the values of all FIELDS, also those that were not given."""
+    return ",".join(f"{name}={value}" for name, value in own_fields(c).items())
+
+
 def layout_of(c):
     """Return {field: value} of the section "layout". They do not change the losses."""
     return {name: getattr(c, name) for name in SECTIONS["layout"]}
@@ -302,6 +328,7 @@ def check_values(c):
     require(c, "model", exists, f"there is no file {c.model}.py beside train.py")
     units = hasattr(import_module(c.model), "units")
     require(c, "model", units, f"{c.model}.py has no function units(c, tp, ops, cp)")
+    own_fields(c)
     for model, names in READ_BY.items():
         for name in names if c.model in READ_BY and c.model != model else ():
             usual = getattr(c, name) == getattr(Config, name)

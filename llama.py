@@ -23,7 +23,7 @@ import math
 from torch import nn
 
 from model import Head
-from parallel.context import ulysses
+from parallel.context import attend
 from parallel.tensor import ColumnParallelLinear, ParamSpec, RowParallelLinear, VocabParallelEmbedding
 
 
@@ -35,17 +35,16 @@ class Block(nn.Module):
     def __init__(self, c, index, tp, ops, cp):
         super().__init__()
         h, f, a, g, d = c.hidden_size, c.ffn_size, c.num_attention_heads, c.query_groups, c.head_size
-        std, sp, name = c.init_method_std, c.sequence_parallel, f"block{index}"
+        std, name = c.init_method_std, f"block{index}"
         residual_std = std / math.sqrt(2 * c.num_layers)  # as in `model.Block`
         self.norm1 = RMSNorm(f"{name}.norm1", c, ops)
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", ((a + 2 * g) * d, h), std, tp, sp, has_bias=False)
-        self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp, has_bias=False)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", ((a + 2 * g) * d, h), std, c, tp, has_bias=False)
+        self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, c, tp, has_bias=False)
         self.norm2 = RMSNorm(f"{name}.norm2", c, ops)
-        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (2, f, h), std, tp, sp, has_bias=False)
-        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, f), residual_std, tp, sp, has_bias=False)
+        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (2, f, h), std, c, tp, has_bias=False)
+        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, f), residual_std, c, tp, has_bias=False)
         self.index, self.seed, self.rotary_base, self.ops = index, c.seed, c.rotary_base, ops
-        self.group = a // g + 2, d  # heads of a group, and their size
-        self.cp = cp if c.cp > 1 else None  # the ranks that share each sample
+        self.group, self.cp = (a // g + 2, d), cp  # group: its heads, and their size
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
@@ -59,12 +58,8 @@ class Block(nn.Module):
         groups = self.qkv(x).view(*batch.shape, -1, *self.group)  # [b, s, g/t, a/g + 2, d]
         q, k, v = groups.split([groups.shape[3] - 2, 1, 1], 3)
         q, k = (self.ops.rotate(y, batch.sample_positions, self.rotary_base) for y in (q, k))
-        q, k, v = (y.flatten(2, 3).contiguous() for y in (q, k, v))  # each [b, s, heads, d]
-        if self.cp:  # every head of queries gets a copy of its keys and values
-            k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
-            y = ulysses(q, k, v, self.cp, self.ops)
-        else:  # q [b, s, a/t, d]; k, v [b, s, g/t, d]
-            y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])
+        q, k, v = (y.flatten(2, 3).contiguous() for y in (q, k, v))  # q [b, s, a/t, d]; k, v [b, s, g/t, d]
+        y = attend(q, k, v, self.cp, self.ops, batch.caches and batch.caches[self.index])
         return self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
 
 
@@ -93,12 +88,8 @@ class Embedding(nn.Module):
 
 def units(c, tp, ops, cp):
     """Return the units of Llama."""
-
-    def table(name):
-        size = c.vocab_size, c.hidden_size
-        return VocabParallelEmbedding(name, *size, c.init_method_std, tp, c.sequence_parallel, ops)
-
-    word = table("word")
+    head_table = word = VocabParallelEmbedding("word", c, tp, ops)
+    if c.untie_embeddings_and_output_weights:
+        head_table = VocabParallelEmbedding("head", c, tp, ops)
     blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
-    head_table = table("head") if c.untie_embeddings_and_output_weights else word
     return [Embedding(c, word, ops), *blocks, Head(c, RMSNorm("head.norm", c, ops), head_table, tp, ops)]

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import nn
 
-from parallel.context import ulysses
+from parallel.context import attend
 from parallel.tensor import (
     ColumnParallelLinear,
     EmbeddingLookup,
@@ -30,6 +30,7 @@ from parallel.tensor import (
     ParamSpec,
     RowParallelLinear,
     VocabParallelEmbedding,
+    entering,
     next_token_losses,
 )
 
@@ -41,16 +42,15 @@ class Block(nn.Module):
 
     def __init__(self, c, index, tp, ops, cp):
         super().__init__()
-        h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
+        h, std, name = c.hidden_size, c.init_method_std, f"block{index}"
         # x is a sum of 2L outputs. Its variance shall not grow with L.
         residual_std = std / math.sqrt(2 * c.num_layers)
         self.ln1 = LayerNorm(f"{name}.ln1", h, ops)
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
-        self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, c, tp)
+        self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, c, tp)
         self.ln2 = LayerNorm(f"{name}.ln2", h, ops)
         self.mlp = MLP(c, name, std, residual_std, tp, ops)
-        self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
-        self.cp = cp if c.cp > 1 else None
+        self.index, self.seed, self.head_size, self.ops, self.cp = index, c.seed, c.head_size, ops, cp
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
@@ -62,10 +62,7 @@ class Block(nn.Module):
 
     def attention(self, x, batch):
         q, k, v = self.qkv(x).view(*batch.shape, 3, -1, self.head_size).unbind(2)  # each [b, s, heads/t, d]
-        if self.cp:  # q, k, v have s/cp tokens
-            y = ulysses(q, k, v, self.cp, self.ops)
-        else:
-            y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])
+        y = attend(q, k, v, self.cp, self.ops, batch.caches and batch.caches[self.index])
         return self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
 
 
@@ -74,9 +71,9 @@ class MLP(nn.Module):
 
     def __init__(self, c, name, std, residual_std, tp, ops):
         super().__init__()
-        h, sp = c.hidden_size, c.sequence_parallel
-        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
-        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
+        h = c.hidden_size
+        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, c, tp, adds_bias=False)
+        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, c, tp)
         self.activation_ = getattr(ops, f"{c.activation}_")
 
     @property
@@ -113,7 +110,7 @@ class Embedding(nn.Module):
 
     def forward(self, _, batch):
         x = self.word(batch.ids)  # [n, h], or [n/t, h]
-        x = x + EmbeddingLookup.apply(batch.positions, self.position, None, None, self.ops)
+        x = x + EmbeddingLookup.apply(batch.positions, self.position, None, self.ops)
         return self.ops.dropout(x, batch.drop(self.seed, site=0))
 
 
@@ -130,8 +127,7 @@ class Head(nn.Module):
     def __init__(self, c, norm, word, tp, ops):
         super().__init__()
         self.norm, self.word = norm, word
-        self.vocab_size, self.tp, self.ops = c.vocab_size, tp, ops
-        self.enter = "all_gather" if c.sequence_parallel else "copy"
+        self.vocab_size, self.enter, self.tp, self.ops = c.vocab_size, entering(c), tp, ops
 
     def forward(self, x, batch):
         _, x = self.norm(x)
@@ -145,7 +141,7 @@ class Head(nn.Module):
 
 def units(c, tp, ops, cp):
     """Return the units of GPT-2. --model=NAME calls this function of NAME.py."""
-    word = VocabParallelEmbedding("word", c.vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops)
+    word = VocabParallelEmbedding("word", c, tp, ops)
     blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
     head = Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)
     return [Embedding(c, word, ops), *blocks, head]

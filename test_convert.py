@@ -344,7 +344,7 @@ def with_gate(self, c, index, *rest):
 
 def with_other_sizes(self, c, index, tp, ops, cp):
     block(self, c, index, tp, ops, cp)
-    self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (48, c.hidden_size), 0.02, tp, False, adds_bias=False)
+    self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (48, c.hidden_size), 0.02, c, tp, adds_bias=False)
 
 
 NO_GPT2 = "model.py is changed: it is no GPT2LMHeadModel of Hugging Face"

@@ -13,7 +13,7 @@ from model import Block, LayerNorm
 from parallel.layout import kind_of
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnParallelLinear
-from parallel.units import MicroBatch, Model, own_fields, specs
+from parallel.units import MicroBatch, Model, specs
 from testing.compare import same_tensor
 from testing.tiny import built, refusal, tiny_batches, tiny_config
 
@@ -60,7 +60,7 @@ def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch)
 
     def with_341_columns(self, c, index, tp, *rest):
         build(self, c, index, tp, *rest)
-        self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (341, c.hidden_size), 0.02, tp, False)
+        self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (341, c.hidden_size), 0.02, c, tp)
 
     monkeypatch.setattr(Block, "__init__", with_341_columns)
     Model(tiny_config(2), tp=None)
@@ -71,13 +71,18 @@ def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch)
 def test_a_model_declares_fields(monkeypatch):
     monkeypatch.setattr(model, "FIELDS", {"window": 128, "gate": False, "norm": "layer", "base": 1.0}, raising=False)
     given = tiny_config(1, own="window=64,gate=True,base=2,norm=rms")
-    assert own_fields(tiny_config(1)) == model.FIELDS
-    assert own_fields(given) == {"window": 64, "gate": True, "norm": "rms", "base": 2}
-    said = refusal(Model, tiny_config(1, own="widow=64"), None)
+    assert configuration.own_fields(tiny_config(1)) == model.FIELDS
+    assert configuration.own_fields(given) == {"window": 64, "gate": True, "norm": "rms", "base": 2}
+    assert configuration.own_text(given) == "window=64,gate=True,norm=rms,base=2.0", (
+        "a default that changes is not seen"
+    )
+    said = refusal(configuration.check, tiny_config(1, own="widow=64"), 1)
     assert said.startswith("own=widow=64: model.py has no field widow in FIELDS = {'window': 128,")
     for wrong in ("window=a", "window=1.5", "window", "gate=1", "base=(", "window=True"):
         name = wrong.partition("=")[0]
-        assert refusal(own_fields, tiny_config(1, own=wrong)).startswith(f"own={wrong}: {name} should be like ")
+        assert refusal(configuration.own_fields, tiny_config(1, own=wrong)).startswith(
+            f"own={wrong}: {name} should be like "
+        )
 
 
 @pytest.fixture(params=["gelu", "relu"])

@@ -11,8 +11,14 @@ import torch
 from parallel.comm import all_to_all
 
 
-def ulysses(q, k, v, cp, ops):
-    """q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
+def attend(q, k, v, cp, ops, cache=None):
+    """q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same. k and v may have fewer heads (query groups).
+
+    cp: the Axis, or None. cache: in generation, the past keys and values.
+    """
+    if cp is None or cp.size == 1:
+        return ops.attention(q, k, v, cache)
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))  # a copy for each head of q
     q, k, v = TokensForHeads.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
     return TokensForHeads.apply(ops.attention(q, k, v), 1, 2, cp)
 

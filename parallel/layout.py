@@ -186,7 +186,7 @@ def replica_sums(c, data_ranks, r):
     equal, but NCCL may add in another order for each tp rank. With more than two data ranks the last digits then
     differ, and the copies of a parameter would drift apart.
     """
-    if r.cut:
+    if r.cut or r.frozen:
         return None
     if c.sequence_parallel or r.partial:
         return "partial gradients"

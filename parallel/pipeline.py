@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from errors import UserError
 from parallel import schedules, simulation
 from parallel.comm import receive, send
 from parallel.layout import build_for, rows_outside
+from parallel.units import check_losses
 from parallel.zero import free
 
 # names in the ledger
@@ -193,12 +193,7 @@ class Executor:
                     y = chunk.units[i](x, batch)
             is_loss = gradient is None
             if is_loss:  # y [n] is usually still nan: the head's backward fills it
-                if y.shape != batch.targets.shape:
-                    should = f"should be the loss of each token, {[*batch.targets.shape]}; `train_step` takes the mean"
-                    raise UserError(f"the head returns a tensor {[*y.shape]}; {should}")
-                if y.grad_fn.name() != "LinearCrossEntropyBackward" and not self.reads_losses:
-                    why = "the head computes with its losses, which are nan until backward"
-                    raise UserError(f"{why}; say so in its class: reads_losses = True")
+                check_losses(y, batch, self.reads_losses)
                 gradient = torch.full_like(y, self.step.factor / len(y))  # d(factor * mean) / dy
             if y.requires_grad:  # False: the embedding is frozen
                 torch.autograd.backward(y, gradient)

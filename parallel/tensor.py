@@ -51,9 +51,9 @@ ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
 # --- logical parameters ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ParamSpec:
-    """One logical parameter, equal in every layout."""
+    """One logical parameter, equal in every layout. Two modules that have the same object share it (are tied)."""
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
@@ -64,7 +64,7 @@ class ParamSpec:
     partial: bool = False  # whole, but inside a pair (QK-norm): a rank has part of its gradient
     matrix: bool = False  # Muon updates it as a matrix, or as several
     padding: int = 0  # last rows that no token uses. They stay 0, so they add nothing to LAMB's norms
-    frozen: bool = False  # it has no gradient, and keeps its value (`units.freeze`)
+    frozen: bool = False  # it has no gradient, and keeps its value
 
     @property
     def bucket(self):
@@ -106,6 +106,45 @@ def start(communication, x, tp, what):
     if communication in (None, "copy"):
         return Pending(x)
     return COLLECTIVES[communication](x, tp, what)
+
+
+def entering(c):
+    """Return the communication of x before a column parallel linear."""
+    return "all_gather" if c.sequence_parallel else "copy"
+
+
+def leaving(c):
+    """Return the communication of y after a row parallel linear."""
+    return "reduce_scatter" if c.sequence_parallel else "all_reduce"
+
+
+class Communicate(torch.autograd.Function):
+    """A communication of the table above without a linear. Backward does its CONJUGATE."""
+
+    @staticmethod
+    def forward(ctx, x, communication, tp, what):
+        ctx.arguments = communication, tp, what
+        return Communicate.of(x, communication, tp, what)
+
+    @staticmethod
+    def backward(ctx, dy):
+        communication, tp, what = ctx.arguments
+        return Communicate.of(dy, CONJUGATE[communication], tp, what), None, None, None
+
+    @staticmethod
+    def of(x, communication, tp, what):
+        x = x.clone() if communication == "all_reduce" else x  # which changes x in place
+        return start(communication, x, tp, what).wait()
+
+
+def enter_pair(x, c, tp):
+    """x [n or n/t, h] (type I) -> [n, h] (R): the begin of a pair without a linear, such as experts or a gate."""
+    return Communicate.apply(x, entering(c), tp, "activations")
+
+
+def leave_pair(y, c, tp, what="activations"):
+    """y [n, h], a part of a sum on each rank (P) -> the sum, [n or n/t, h] (I): the end of such a pair."""
+    return Communicate.apply(y, leaving(c), tp, what) if tp.size > 1 else y
 
 
 class Linear(torch.autograd.Function):
@@ -166,13 +205,12 @@ class ColumnParallelLinear(nn.Module):
     adds_bias=False: the next operation adds it.
     """
 
-    def __init__(self, name, shape, std, tp, sequence_parallel, adds_bias=True, has_bias=True):
+    def __init__(self, name, shape, std, c, tp, adds_bias=True, has_bias=True):
         super().__init__()
         cut = len(shape) - 2
         self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut) if has_bias else None
-        self.tp, self.adds_bias = tp, adds_bias
-        self.enter = "all_gather" if sequence_parallel else "copy"
+        self.tp, self.adds_bias, self.enter = tp, adds_bias, entering(c)
 
     def forward(self, x):
         bias = self.bias if self.adds_bias else None
@@ -185,11 +223,11 @@ class RowParallelLinear(nn.Module):
     The next operation adds the bias, after the sum over tp.
     """
 
-    def __init__(self, name, shape, std, tp, sequence_parallel, has_bias=True):
+    def __init__(self, name, shape, std, c, tp, has_bias=True):
         super().__init__()
         self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:1]) if has_bias else None
-        self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
+        self.tp, self.leave = tp, leaving(c)
 
     def forward(self, x):
         return Linear.apply(x, self.weight, None, None, self.leave, self.tp)
@@ -199,29 +237,26 @@ class RowParallelLinear(nn.Module):
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """Look up ids [n] in a table w [v, h], or in a slice [v/t, h] of a table that is cut over tp.
+    """Look up ids [n] in a table w [v, h] (tp None), or in this rank's slice [v/t, h] of a table that is cut over tp.
 
-    leave None: the table is whole. Otherwise a rank fills the rows whose ids are in its slice, and
-    `leave` sums over tp.
+    The rows of ids in other slices are 0, so the sum over tp has all rows.
     """
 
     @staticmethod
-    def forward(ctx, ids, w, leave, tp, ops):
-        ctx.arguments = w, leave, tp, ops
-        local = ids - tp.rank * len(w) if leave else ids
+    def forward(ctx, ids, w, tp, ops):
+        local = ids - tp.rank * len(w) if tp else ids
         ctx.save_for_backward(local)
-        if not leave or tp.size == 1:
+        ctx.arguments = w, ops
+        if not tp or tp.size == 1:
             return w.index_select(0, ids)
         in_slice = (local >= 0) & (local < len(w))
-        y = w.index_select(0, local.where(in_slice, 0)).mul_(in_slice[:, None])
-        return start(leave, y, tp, "embedding").wait()
+        return w.index_select(0, local.where(in_slice, 0)).mul_(in_slice[:, None])
 
     @staticmethod
     def backward(ctx, dy):
-        (local,), (w, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
-        dy = start(CONJUGATE[leave], dy, tp, "embedding").wait()
+        (local,), (w, ops) = ctx.saved_tensors, ctx.arguments
         ops.add_rows_(w.grad, local, dy)
-        return None, None, None, None, None
+        return None, None, None, None
 
 
 def padded(vocab_size):
@@ -232,14 +267,16 @@ def padded(vocab_size):
 class VocabParallelEmbedding(nn.Module):
     """ids [n] -> [n or n/t, h]."""
 
-    def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel, ops):
+    def __init__(self, name, c, tp, ops):
         super().__init__()
-        rows = padded(vocab_size)
-        self.weight = ParamSpec(f"{name}.weight", (rows, hidden_size), 0, True, std, padding=rows - vocab_size)
-        self.tp, self.leave, self.ops = tp, "reduce_scatter" if sequence_parallel else "all_reduce", ops
+        rows = padded(c.vocab_size)
+        shape, padding = (rows, c.hidden_size), rows - c.vocab_size
+        self.weight = ParamSpec(f"{name}.weight", shape, 0, True, c.init_method_std, padding=padding)
+        self.c, self.tp, self.ops = c, tp, ops
 
     def forward(self, ids):
-        return EmbeddingLookup.apply(ids, self.weight, self.leave, self.tp, self.ops)
+        y = EmbeddingLookup.apply(ids, self.weight, self.tp, self.ops)
+        return leave_pair(y, self.c, self.tp, "embedding")
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 
 import operations
 import reference
-from parallel.context import ulysses
+from parallel.context import attend
 from parallel.mesh import Mesh
 from testing.record import check_layout
 from testing.tiny import few, tiny_config
@@ -29,7 +29,7 @@ def differences(n, dtype, shift):
     y = plain(q, k, v)
     right = [x.chunk(n, 1)[cp.rank] for x in (y, *torch.autograd.grad(y, (q, k, v), dy))]
     ours = [x.detach().to(dtype).chunk(n, 1)[cp.rank].requires_grad_() for x in (q, k, v)]
-    y = ulysses(*ours, cp, reference)
+    y = attend(*ours, cp, reference)
     found = [y, *torch.autograd.grad(y, ours, dy.to(dtype).chunk(n, 1)[cp.rank])]
     return [((x - theirs).abs().max() / theirs.abs().max()).item() for x, theirs in zip(found, right, strict=True)]
 

@@ -14,7 +14,7 @@ import reference
 from parallel import tensor
 from parallel.comm import Pending
 from parallel.mesh import Mesh, everyone
-from parallel.tensor import EmbeddingLookup, Linear, LinearCrossEntropy, ParamSpec, next_token_losses
+from parallel.tensor import Communicate, EmbeddingLookup, Linear, LinearCrossEntropy, ParamSpec, next_token_losses
 from parallel.units import Model
 from reference import Drop
 from testing.compare import Different, same_tensor
@@ -164,7 +164,7 @@ def test_gradients_accumulate_in_float32_under_bf16():
         x = torch.ones_like(dy).requires_grad_()
         Linear.apply(x, w, bias, "copy", None, Mesh().tp).backward(dy)
         ids = torch.ones(len(dy), dtype=torch.int64)
-        EmbeddingLookup.apply(ids, table, None, None, reference).backward(dy)
+        EmbeddingLookup.apply(ids, table, None, reference).backward(dy)
     assert w.grad.item() == bias.grad.item() == table.grad[1].item() == 1 + 2 * SMALL and table.grad[0] == 0
 
 
@@ -198,7 +198,7 @@ def check_embedding(leave):
     y.backward(dy)
     rows = rows_of(tp, len(ids), cut=leave == "reduce_scatter")
     ours = with_buffer(table.chunk(tp.size)[tp.rank])
-    out = EmbeddingLookup.apply(ids, ours, leave, tp, reference)
+    out = Communicate.apply(EmbeddingLookup.apply(ids, ours, tp, reference), leave, tp, "embedding")
     per_rank = V // tp.size
     mine = ids // per_rank == tp.rank
     instead = {

@@ -14,9 +14,8 @@ units the executor (`pipeline.py`) gathers or frees parameters, and reduces grad
 and nothing else.
 """
 
-import ast
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 
 import torch
@@ -58,7 +57,6 @@ class Model(nn.Module):
         super().__init__()
         c = config
         self.config, self.tp, self.cp = c, tp, cp
-        own_fields(c)  # raises UserError
         self.units = nn.ModuleList(import_module(c.model).units(c, tp, ops, cp))
         self.unit_specs = [specs(unit) for unit in self.units]
         named = self.specs()
@@ -112,6 +110,19 @@ class Model(nn.Module):
         return MicroBatch((b, s), ids, targets, sample_positions, positions, rows, rate, caches=caches)
 
 
+def check_losses(y, batch, reads_losses):
+    """Raise UserError unless y, a head's result in training, is the loss of each token, with a gradient."""
+    if y.shape != batch.targets.shape:
+        should = f"should be the loss of each token, {[*batch.targets.shape]}; `train_step` takes the mean"
+        raise UserError(f"the head returns a tensor {[*y.shape]}; {should}")
+    if not y.requires_grad:
+        raise UserError("the head's losses have no gradient: does it use detach, .data or torch.no_grad?")
+    losses = y if y._base is None else y._base  # backward fills the losses, and so their view
+    if losses.grad_fn.name() != "LinearCrossEntropyBackward" and not reads_losses:
+        why = "the head returns other losses than LinearCrossEntropy's, which are nan until backward"
+        raise UserError(f"{why}; set reads_losses = True in the head's class: then forward computes them")
+
+
 def specs(unit):
     """Return the ParamSpecs of a unit. Raises UserError for torch's own parameters and buffers."""
     for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
@@ -122,32 +133,10 @@ def specs(unit):
     return [value for value in values if isinstance(value, ParamSpec)]
 
 
-def own_fields(c):
-    """Return {name: value} of FIELDS, a dict of defaults in the model's file, with the values of `c.own`.
-
-    FIELDS = {"window": 128} in mine.py: --own=window=64. `units` asks for them. Raises UserError.
-    """
-    fields = dict(getattr(import_module(c.model), "FIELDS", {}))
-    for name, _, text in (word.partition("=") for word in c.own.split(",") if word):
-        if name not in fields:
-            raise UserError(f"own={c.own}: {c.model}.py has no field {name} in FIELDS = {fields}")
-        kind = type(fields[name])
-        try:
-            value = text if kind is str else ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = None
-        if type(value) not in ({kind, int} if kind is float else {kind}):
-            raise UserError(f"own={c.own}: {name} should be like {fields[name]!r}")
-        fields[name] = value
-    return fields
-
-
 def freeze(unit):
-    """Let a unit, or a part of it, keep its weights. Call it in `units`. A tied table stays tied."""
-    for module in unit.modules():
-        for key, spec in [*vars(module).items()]:
-            if isinstance(spec, ParamSpec):
-                setattr(module, key, replace(spec, frozen=True))
+    """Let a unit, or a part of it, keep its weights, also those that it shares. Call it in `units`."""
+    for spec in specs(unit):
+        spec.frozen = True
 
 
 def unit_specs(config):

@@ -118,6 +118,7 @@ def load_config(words, world):
     """Return the Config of the command line `words`. All ranks raise the same UserError, also if the hosts differ."""
     config = agree(world, lambda: configuration.load(words))
     agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
+    config.own = configuration.own_text(config)
     fields = {name: value for name, value in vars(config).items() if name not in COMPARED_BY_CONTENT}
 
     def line(name, who, first):

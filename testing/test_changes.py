@@ -5,6 +5,7 @@ A change is right on every layout: it trains what the same change trains on one 
 
 import contextlib
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -53,8 +54,7 @@ class NormalizedQueries(ColumnParallelLinear):
     """qkv with an RMSNorm of each head of q. All heads have one weight, and a tp rank sees only its own heads."""
 
     def __init__(self, qkv, c, **fields):
-        super().__init__(qkv.weight.name.removesuffix(".weight"), qkv.weight.shape, qkv.weight.std, qkv.tp, False)
-        self.enter = qkv.enter
+        super().__init__(qkv.weight.name.removesuffix(".weight"), qkv.weight.shape, qkv.weight.std, c, qkv.tp)
         self.norm = ParamSpec(f"{self.weight.bucket}.q_norm", (c.head_size,), mean=1.0, **fields)
 
     def forward(self, x):
@@ -299,7 +299,18 @@ def computed_with(term):
 def test_a_head_that_computes_with_its_losses_must_say_so():
     with computed_with(squared), mock.patch.object(Head, "reads_losses", False):
         said = refusal(one_step, tiny_config(1))
-    assert said.endswith("nan until backward; say so in its class: reads_losses = True")
+    assert said.endswith("set reads_losses = True in the head's class: then forward computes them")
+
+
+def test_a_head_may_return_a_view_of_its_losses():
+    with computed_with(lambda losses: losses.view(2, -1).flatten()), mock.patch.object(Head, "reads_losses", False):
+        assert math.isfinite(one_step(tiny_config(1)).loss)
+
+
+def test_losses_without_a_gradient_are_refused():
+    with computed_with(torch.detach):
+        said = refusal(one_step, tiny_config(1))
+    assert said == "the head's losses have no gradient: does it use detach, .data or torch.no_grad?"
 
 
 cross_entropy_ = reference.cross_entropy_

@@ -149,7 +149,7 @@ RIGHT = [  # keys of their own, whose bias has no gradient; a norm of each query
     (
         "model.py",
         PROJ,
-        '        self.key = ColumnParallelLinear(f"{name}.key", (h, h), std, tp, sp)\n'
+        '        self.key = ColumnParallelLinear(f"{name}.key", (h, h), std, c, tp)\n'
         '        self.scale = ParamSpec(f"{name}.scale", (), mean=0.5)\n' + PROJ,
     ),
     (
