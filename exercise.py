@@ -5,7 +5,8 @@
     python exercise.py 8               judge mine/8_schedules.py, and your predictions in mine/8.txt
     python exercise.py 8 FOLDER        judge those in FOLDER/mine
     python exercise.py 8 run COMMAND   run a command in a copy of the project that has your answer
-    python exercise.py hunt --seed=7   find a planted defect (exercises/hunt.py)
+    python exercise.py hunt --seed=7   plant a defect into mine/hunt, and print a command that shows it
+    python exercise.py hunt --done     judge mine/hunt; exit code 1: not yet
     python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
     python exercise.py oral 8                       print questions to ask, and their answers (for teachers)
     options: --limit=120   seconds that a test may need
@@ -13,6 +14,11 @@
 Predict first: `start` asks for two or three numbers. The right numbers are shown once you have answered all. Your file
 stands in for the project's in a copy of the last commit, and each test there is a lamp with the idea that it stands
 for. A bonus lamp may stay red. What else of the file you changed is listed.
+
+A hunt: train in the project and in mine/hunt, see the symptom, find the defect, mend it. Train other layouts and one
+process, too: change the fields of the command. Losses, norms, bytes beside their formulas, copies and errors are the
+instruments. To compare the files of mine/hunt with the project's is no hunt. Every edit that makes the tests right is
+accepted. The defects are the rows of testing/defects.txt with `hunt:`.
 
 exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps with their points
 (a bonus has 0), and answers for our own tests.
@@ -23,16 +29,20 @@ from options import Parser, within  # isort: skip
 import ast
 import contextlib
 import os
+import random
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-from exercises import hunt
+from testing.defects import DEFECTS, planted
 from testing.judging import LIMIT, ROOT, committed, contains, copied, run, run_tests
 
 MINE = ROOT / "mine"
+DATA = ROOT / "data/stdlib_bytes"
+HUNTS = [defect for defect in DEFECTS if defect.hunt]
 COLUMNS = ["points", "lamps", "predictions", "also changed"]
 NOTE = 70  # characters of a table's cell
 LINES = 16  # of a red lamp's message
@@ -40,6 +50,14 @@ LONGEST = 10**5  # characters of an answer
 PART = r"(?m)^(?=[^\s)\]}]|    (?:def |@))"  # the beginning of a class, a method, a function or another line
 LEGEND = """todo: not judged yet; red: a lamp is red; green: all but bonus are green. A lamp is a test with one idea.
 todo: まだ採点していません。red: 赤いランプがあります。green: ボーナス以外は緑です。ランプは1つの考え方のテストです。"""
+# Files that tell a defect's place or judge it, and what a run reads and writes.
+NOT_OF_A_HUNT = shutil.ignore_patterns("testing", "exercise*", "conftest.py", "test_*", "data", "out")
+TRAIN = """torchrun --nproc_per_node={} train.py configs/short_run.py{}{} --dtype=fp64 --check_replicas=1 \
+--comm_timeout=20 --out_dir=out/$RANDOM"""  # processes, a space, fields
+HUNT = """hunt {}: mine/hunt has one defect. Train in both folders, edit the files in mine/hunt, then --done.
+mine/hunt に不具合が1つあります。2つのフォルダで学習して比べ、mine/hunt のファイルを直し、--done で採点します。
+the project:  {command}
+the copy:     (cd mine/hunt && {command})"""
 FORMAT = """# Write one number each, without a unit, such as 8,192 or 6.02e23 or 0.6 or 5/7 (at most 1% off).
 # 数だけを1つずつ、単位を付けずに書いてください。
 """
@@ -239,6 +257,58 @@ def graded(number, mine, limit):
     return row | {"also changed": ", ".join(also_changed(number, text))}
 
 
+# --- the hunt ---------------------------------------------------------------------------------------------------------
+
+
+def hunted(seed):
+    """Return (Defect, a copy of the last commit with it). Neighbouring seeds are other defects.
+
+    Raises UserError if the defect does not fit.
+    """
+    defect = HUNTS[seed % len(HUNTS)]
+    with reading("hunts need the project's own lines in the last commit"):
+        return defect, copied({defect.file: planted(defect, committed(defect.file))})
+
+
+def begin_hunt(seed, folder):
+    """Make the folder, and print the command to run."""
+    if not DATA.exists():
+        raise UserError("data/stdlib_bytes: hunts train on it; make it with: python prepare.py --tokenizer=bytes")
+    defect, copy = hunted(seed)
+    with copy as project:
+        shutil.copytree(project, folder, ignore=NOT_OF_A_HUNT)
+    (folder / "seed").write_text(str(seed))
+    (folder / "data").symlink_to(DATA.parent)
+    print(HUNT.format(seed, command=TRAIN.format(*defect.hunt.partition(" "))))
+
+
+def judge_hunt(folder):
+    """Judge the folder with the tests of all HUNTS: a mend may break nothing else. Exit with code 1 if it is red."""
+    defect, copy = hunted(int((folder / "seed").read_text()))
+    print("judging, about 20 seconds 採点中 (約20秒) ...", flush=True)
+    with copy as project:
+        shutil.copytree(folder, project, ignore=NOT_OF_A_HUNT, dirs_exist_ok=True)
+        results = run_tests(project, sorted({hunt.test for hunt in HUNTS}), limit=LIMIT)
+    if any(message for _, message in results):
+        sys.exit("not yet まだです")
+    print("right 正解", defect.name, defect.file, defect.words, *map("\n--->\n".join, defect.edits), sep="\n")
+
+
+def hunt(words):
+    """Run the command line of a hunt. Raises UserError."""
+    parser, folder = Parser("python exercise.py hunt"), MINE / "hunt"
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--seed", type=int, default=random.randrange(1000), help="begin this hunt")
+    either.add_argument("--done", action="store_true", help="judge mine/hunt")
+    options = parser.parse_args(words)
+    if folder.exists() != options.done:
+        raise UserError("mine/hunt: --done needs this folder; to begin another hunt, remove it")
+    if options.done:
+        judge_hunt(folder)
+    else:
+        begin_hunt(options.seed, folder)
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -309,7 +379,7 @@ def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["hunt"]:
-        return hunt.main(arguments[1:])
+        return hunt(arguments[1:])
     if arguments[1:2] == ["run"]:
         sys.exit(run_command(arguments[0], arguments[2:]))
     usage = (
@@ -329,8 +399,6 @@ def main(arguments=None):
         print(LEGEND)
     elif command in ("start", "oral") and len(words) == 1:
         print({"start": start, "oral": oral}[command](number))
-    elif command == "grade" and number == "hunt" and folders:
-        grade(hunt.COLUMNS, lambda mine: hunt.graded(mine, limit), folders)
     elif command == "grade" and folders:
         exercise(number)  # an unknown number ends the command, before any folder
         grade(COLUMNS, lambda mine: graded(number, mine, limit), folders)

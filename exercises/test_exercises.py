@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import config as configuration
 import exercise
 from conftest import needs_git
 from errors import UserError
 from exercises import formulas, show
 from testing import judging
+from testing.defects import planted
 from testing.judging import committed, copied, replaced, run_tests
 from testing.tiny import wait_until
 
@@ -217,6 +219,36 @@ def test_the_first_complete_predictions_are_kept(mine, monkeypatch):
         assert exercise.predictions(8, mine) == right
 
 
+# --- the hunt ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_of_every_hunt_is_accepted():
+    for defect in exercise.HUNTS:
+        processes, *fields = defect.hunt.split()
+        configuration.check(configuration.load(["configs/short_run.py", *fields]), int(processes))
+
+
+def test_a_hunt_hides_its_defect_and_accepts_a_mend_that_breaks_nothing_else(mine, monkeypatch, capsys):
+    quick = "warm-up-of-the-wrong-end", "attention-sees-later-tokens"
+    defect, other = hunts = [hunt for hunt in exercise.HUNTS if hunt.name in quick]
+    monkeypatch.setattr(exercise, "HUNTS", hunts)
+    monkeypatch.setattr(exercise, "DATA", mine)
+    exercise.main(["hunt", "--seed=2"])
+    folder, names = mine / "hunt", {path.name for path in mine.rglob("*")}
+    assert not names & {".git", "testing", "exercises", "exercise.py", "conftest.py", "test_schedules.py"}
+    assert (folder / defect.file).read_text() == planted(defect) and exercise.hunted(3)[0] == other
+    with pytest.raises(SystemExit, match="not yet"):
+        exercise.judge_hunt(folder)
+    (folder / "conftest.py").write_text("a test of the copy does not count")
+    (folder / defect.file).write_text(committed(defect.file))
+    (folder / other.file).write_text(planted(other))
+    with pytest.raises(SystemExit, match="not yet"):
+        exercise.judge_hunt(folder)
+    (folder / other.file).write_text(committed(other.file))
+    exercise.main(["hunt", "--done"])
+    assert defect.words in capsys.readouterr().out
+
+
 # --- what an exercise shows -------------------------------------------------------------------------------------------
 
 
@@ -253,10 +285,10 @@ def test_each_scheme_halves_the_flops_of_a_rank(capsys):
 # --- mistakes of a user -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["99", "start 99", "start 3 4", "3 folder 4", "grade 3", "99 run python", "8 run"])
-def test_a_mistake_on_the_command_line_changes_nothing(words, monkeypatch):
+@pytest.mark.parametrize("words", "99;start 99;start 3 4;3 folder 4;grade 3;99 run python;8 run;hunt --done".split(";"))
+def test_a_mistake_on_the_command_line_changes_nothing(words, mine, monkeypatch):
     monkeypatch.setattr(Path, "write_text", None)
-    message = r"exercise (99|grade): should be one of 1, .*, \d+$|take one number|should be followed by a command"
+    message = r"exercise (99|grade): should be one of 1, .*, \d+$|take one number|followed by a command|--done needs"
     with pytest.raises(UserError, match=message):
         exercise.main(words.split())
 

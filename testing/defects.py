@@ -26,6 +26,7 @@ class Defect(NamedTuple):
     test: str  # argument of pytest
     words: str  # of the failure's message
     quick: bool  # planted in the slow run, too
+    hunt: str  # processes and fields of `train.py configs/short_run.py` that show it, or none
     edits: list  # [(old, new)]: each old text occurs once in the file
 
 
@@ -34,10 +35,11 @@ def listed():
     found = []
     for part in (ROOT / "testing/defects.txt").read_text("utf-8").split("\n== ")[1:]:
         head, _, body = f"{part}\n".partition("\n")
-        name, file, test, words, *quick = head.split(" | ")
+        name, file, test, words, *more = head.split(" | ")
         blocks = re.findall(r"(?m)((?:^-.*\n)+)((?:^\+.*\n)*)", body)
         edits = [tuple("\n".join(line[2:] for line in block.splitlines()) for block in pair) for pair in blocks]
-        found.append(Defect(name, file, test, words, bool(quick), edits))
+        hunt = " ".join({*more} - {"quick"}).removeprefix("hunt: ")
+        found.append(Defect(name, file, test, words, "quick" in more, hunt, edits))
     return found
 
 
@@ -51,7 +53,7 @@ def without_wait():
                 old = "\n".join(lines[number - 1 : number + 1])  # with the line before it, this occurs once
                 new = f"{lines[number - 1]}\n{line.replace('.wait()', '.result')}"
                 name = f"{Path(file).stem}:{number + 1}"
-                found.append(Defect(name, file, LATE, "`wait`", False, [(old, new)]))
+                found.append(Defect(name, file, LATE, "`wait`", False, "", [(old, new)]))
     return found
 
 

@@ -121,7 +121,7 @@ def fitted(dp, tp, pp, cp, schedule, micro_batches, extra="", **fields):
 
 # --- the points that stand for the others -----------------------------------------------------------------------------
 
-# The points of the mistakes in defects.txt, a file that no hunt has.
+# The points of the mistakes in defects.txt.
 NAMED = """
     1-1-1-2-1f1b-0-False-none-lamb-one-llama 1-1-1-2-1f1b-0-False-none-sgd-twice 1-1-2-1f1b-0-False-none-lars-stages
     1-1-2-1f1b-0-False-none-muon-not_a_multiple 1-1-2-gpipe-0-False-none-adamw-stages
