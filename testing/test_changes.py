@@ -225,6 +225,13 @@ def frozen():
         yield
 
 
+def test_a_table_that_is_tied_by_its_paramspec_is_frozen_in_both_places():
+    embedding, *_, head = Model(tiny_config(1), tp=None).units
+    head.table = embedding.word.weight
+    freeze(embedding)
+    assert head.table.frozen and embedding.position.frozen and not head.norm.weight.frozen
+
+
 def test_a_weight_that_is_frozen_too_late_is_refused():
     run = built(tiny_config(1))
     run.model.units[1].qkv.weight.requires_grad_(False)
