@@ -46,6 +46,6 @@ def _shapes(**fields):
 
 def matrix(spec):
     *count, outputs, inputs = spec.shape
-    kinds = ["column", "row"]
-    kind = "whole" if spec.tp_dim is None else kinds[spec.tp_dim - len(spec.shape)]
+    cut = "row" if spec.tp_dim == len(spec.shape) - 1 else "column"  # experts [e, out, in] are cut like columns
+    kind = "whole" if spec.tp_dim is None else cut
     return Matrix(kind, math.prod(count), outputs, inputs)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import model
 import reference
@@ -22,7 +23,7 @@ from errors import UserError
 from model import MLP, Block, Head, LayerNorm
 from operations import choose
 from parallel.optimizer import RULES, Rule
-from parallel.tensor import ColumnParallelLinear, ParamSpec
+from parallel.tensor import ColumnParallelLinear, ParamSpec, enter_pair, leave_pair
 from parallel.units import Model, freeze
 from recovery import checkpoint
 from testing.compare import same_tensor
@@ -127,6 +128,33 @@ def test_muons_update_of_a_new_matrix_is_orthogonal():
     step = (one.after["block0.gate"] - one.before["block0.gate"]) / (0.2 * config.hidden_size**0.5)
     assert torch.linalg.svdvals(step)[-2] > 0.6  # LayerNorm's y has no mean: one value is 0
     assert (one.after["block0.qkv.bias"] - one.before["block0.qkv.bias"]).abs().max() <= 1, "the update is not AdamW's"
+
+
+class Experts(nn.Module):
+    """Eight experts, cut over tp, in the place of the MLP: a pair without linears. Each has a sigmoid as its gate."""
+
+    bias = None
+
+    def __init__(self, c, name, tp):
+        super().__init__()
+        matrices = (8, c.hidden_size, c.hidden_size), 0, True, 0.1
+        self.up, self.down = ParamSpec(f"{name}.up", *matrices), ParamSpec(f"{name}.down", *matrices)
+        self.gate = ParamSpec(f"{name}.gate", (8, c.hidden_size), 0, std=0.1)
+        self.c, self.tp = c, tp
+
+    def forward(self, x, batch):
+        x = enter_pair(x, self.c, self.tp)
+        y = torch.einsum("nh,efh->nef", x, self.up).relu() * (x @ self.gate.T).sigmoid()[:, :, None]
+        return leave_pair(torch.einsum("nef,ehf->nh", y, self.down), self.c, self.tp)
+
+
+def add_experts(block, c):
+    block.mlp = Experts(c, f"block{block.index}", block.qkv.tp)
+
+
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS, 2), ids=str)
+def test_experts_are_cut_over_tp_without_a_linear(workers, ranks, fields):
+    check_change(workers, "experts", ranks, **fields)
 
 
 @contextlib.contextmanager
@@ -475,6 +503,7 @@ CHANGES = {
     "left_out": left_out,
     "qk_norm": partial(another_block, partial(normalize_queries, partial=True, decay=True)),
     "qk_norm without partial": partial(another_block, normalize_queries),
+    "experts": partial(another_block, add_experts),
     "bounded": bounded,
     "window": window,
     "dropout": dropout,
