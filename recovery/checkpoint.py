@@ -263,7 +263,8 @@ def check_index(index):
         require(type(table) is dict, name, table)
         for key in {*KEYS[name]} ^ table.keys():
             has = "has" if key in table else "lacks"
-            raise ValueError(f"{name} {has} the key {key!r:.40}: written by another commit, or damaged")
+            why = "written by another commit, or damaged (KEYS in recovery/checkpoint.py lists a run's)"
+            raise ValueError(f"{name} {has} the key {key!r:.40}: {why}")
 
     check_keys("index.json", index)
     for name in ("config", "shapes", "files"):

@@ -110,8 +110,8 @@ class Late:
             here.messages[group, others[0]] += 1
             options = {"tag": TAGS * here.messages[group, others[0]] + tag}
         here.travelling.add(self)
-        self.waits = True
         self.work = call(*self.private, *others, group=group, **options)
+        self.waits = True  # not if the call itself raises
 
     def wait(self):
         here = self.here

@@ -132,6 +132,11 @@ def ratio(ours, theirs):
     return r if (ours - r * theirs).abs().max() <= 1e-7 * max(abs(r), 1e-3) * theirs.abs().max() else math.nan
 
 
+def is_number(x):
+    """Return whether several elements are one number."""
+    return len(x) > 1 and (x.max() - x.min() <= 1e-6 * x.abs().max()).item()
+
+
 def scale_cause(r, case):
     """Return the causes of RATIOS whose value is r."""
     values = {name: eval(name, None, case.sizes) for name in RATIOS}
@@ -269,6 +274,8 @@ def gradient_cause(found, case):
         "ParamSpec(partial=True).": 2 * len(of_tp) > len(found),
         "Each of these gradients is the right one times a factor of its own: does a rank compute a factor from its own "
         "shard or slice (a norm)?": not np.isnan(ratios).any(),
+        "Each of these gradients is the right one plus a number of its own: does a rank compute a number from its own "
+        "shard or slice (a mean)?": all(is_number(f.ours - f.theirs) for f in found),
         f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
         "Only replicated parameters may be summed over tp.": slices,
         f"Partial gradients are not summed over the holders. {right}.": 2 * len(of_pp) > len(found),

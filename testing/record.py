@@ -11,6 +11,7 @@ Two other programs run a layout in their own ways: `testing/dry_run.py` (one ran
 
 import contextlib
 import io
+import math
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -23,18 +24,18 @@ import torch.distributed as dist
 
 import train
 from accounts import memory, meta, meter, report
-from config import Config, layout_of
+from config import Config, layout_of, rampup
 from parallel.comm import all_gather
 from parallel.mesh import Mesh
 from parallel.watch import Tool
 from recovery import replicas
 from testing import adversary
 from testing.compare import Different, differences, same_rows
-from testing.tiny import CPU, built, stirred, tiny_batches
+from testing.tiny import CPU, built, stirred, stirring, tiny_batches
 
 STEPS = 2
 UNCHANGED = contextlib.nullcontext
-LEFT, GRAPHS = "kept after the last step", "graphs of sent tensors"
+LEFT, GRAPHS = "kept after the last step", "sent tensors with a graph (`detach` before `send`), 1 each"
 
 
 class Record(NamedTuple):
@@ -52,7 +53,7 @@ class Record(NamedTuple):
     kept: tuple | None  # a table: {what: bytes} of the model states and of the activations; None likewise
     calls: list  # [Call], in their order
     outputs: dict | None  # of the modules in step 1 (`Outputs`); None: not asked for
-    batch: object = None  # the first MicroBatch, of `record_loop` on the first stage
+    batches: list = ()  # MicroBatches of training, of `record_loop` on the first stage
 
     loss = property(lambda self: self.losses[0])
     norm = property(lambda self: self.norms[0])
@@ -98,6 +99,7 @@ class Outputs(Tool):
     def begin(self, unit, arguments):
         rows, tp = arguments[1].rows, self.run.mesh.tp
         self.rows = [rows, all_gather(rows, tp, "rows").wait() if self.run.config.sequence_parallel else rows]
+        self.found.setdefault(("the ids", 0), (self.rows[1], arguments[1].ids[:, None]))
 
     def keep(self, name, module, arguments, result):
         weight = getattr(module, "weight", None)
@@ -137,16 +139,20 @@ def record(config, steps=STEPS, change=UNCHANGED, mesh=None, outputs=False):
 
 
 def record_loop(config):
-    """Return the Record of `train.run_training` on this rank. Its model may be one without formulas."""
-    records, loop = [], train.train
+    """Return the Record of `train.run_training` on this rank, within `stirring`. Its model may have no formulas."""
+    records, batches, loop = [], [], train.train
+
+    def keep_batch(unit, arguments):
+        if torch.is_grad_enabled():  # not in a validation
+            batches.append(arguments[1])
 
     def recording(run, *rest):
-        batches = []
-        run.model.units[0].register_forward_pre_hook(lambda unit, given: batches.append(given[1]))
+        run.model.units[0].register_forward_pre_hook(keep_batch)
         record = recorded(run, lambda: loop(run, *rest), tables=False)
-        records.append(record._replace(batch=batches[0] if batches else None))
+        records.append(record._replace(batches=batches))
 
     with (
+        stirring(),
         mock.patch.object(train, "train", recording),
         mock.patch.object(replicas, "compare_copies", lambda *_: None),  # the Record has the copies
         contextlib.redirect_stdout(io.StringIO()),
@@ -202,9 +208,12 @@ def tables_of(run, activations, graphs):
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def one_step(c, scale=1.0, **fields):
-    """Return the Record of a step of one process."""
+def one_step(c, scale=1.0, skips=0, **fields):
+    """Return the Record of a step of one process, after some steps that overflow, and so change nothing."""
     run = stirred(c, **fields)
+    for _ in range(skips):
+        run.loss_scale.scale = math.inf
+        train.train_step(run, tiny_batches(run))
     run.loss_scale.scale, batches = scale, tiny_batches(run)
     return recorded(run, lambda: train.train_step(run, batches), tables=False)
 
@@ -222,8 +231,8 @@ OF_ONE = {}  # {(steps, change, configuration): the Record of one process}
 
 
 def one_process_config(config):
-    """Return the same training on one process, with one micro-batch a step."""
-    return replace(config, micro_batch_size=config.global_batch_size, **layout_of(Config()))
+    """Return the same training on one process, with one micro-batch in the first step."""
+    return replace(config, micro_batch_size=rampup(config)[0], **layout_of(Config()))
 
 
 def one_process(workers, config, steps=STEPS, change=UNCHANGED):
@@ -348,6 +357,8 @@ def place(records, one, tp):
                 return ""  # this rank reads other samples
             theirs = whole[torch.searchsorted(rows, mine)]
             theirs = theirs.chunk(tp, 1)[rank % tp] if x.shape[1] < theirs.shape[1] else theirs
+            if key[0] == "the ids" and not torch.equal(x, theirs):
+                return f"The ids of rank {rank} and their `rows` do not belong together: look at the positions."
             if x.shape == theirs.shape and not torch.allclose(x, theirs, rtol=1e-9, atol=1e-11):
                 worst = (x - theirs).abs().max() / theirs.abs().max()
                 return f"Forward is right up to {right}, and first differs in {key[0]} (rank {rank}: by {worst:.0e})."
