@@ -195,7 +195,8 @@ def parser():
         if name in CHOICES:
             text += f" ({', '.join(map(str, CHOICES[name]))})"
         kind = Config.__annotations__[name]
-        group.add_argument(f"--{name}", metavar=default, help=text, type=boolean if kind is bool else kind)
+        kind = {bool: boolean, str: None}.get(kind, kind)  # None: may be a path (`Parser`)
+        group.add_argument(f"--{name}", metavar=default, help=text, type=kind)
     return parser
 
 

@@ -30,7 +30,9 @@ import itertools
 import json
 import math
 import mmap
+import os
 import re
+import resource
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -104,15 +106,16 @@ class Tokens:
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
         """Check the first ids only. `batch` checks the others when it reads them."""
-        self.path, self.seq_length = Path(data_dir) / f"{split}.bin", seq_length
+        folder = Path(data_dir)
+        self.path, self.seq_length = folder / f"{split}.bin", seq_length
         tokenizer = "gpt2" if vocab_size >= 50257 else "bytes"
-        source = "" if Path(data_dir).name.startswith("stdlib") else "FILE "
+        source = "" if folder.name.startswith("stdlib") else "FILE "
         source = f"--megatron={data_dir} " if Path(f"{data_dir}.idx").exists() else source
         command = f"python prepare.py {source}--tokenizer={tokenizer} --out={data_dir}"
-        if not Path(data_dir, "meta.json").exists():
+        if not (folder / "meta.json").exists():
             raise UserError(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}")
-        with reading(f"data_dir={data_dir}: damaged; create it again with: {command}"):
-            self.meta = json.loads(regular(Path(data_dir, "meta.json")).read_text("utf-8"))
+        with reading(f"data_dir={data_dir}", damaged=f": damaged; create it again with: {command}"):
+            self.meta = json.loads(regular(folder / "meta.json").read_text("utf-8"))
             num_tokens = whole_number(self.meta["tokens"], split)
             ids, tokenizer = whole_number(self.meta, "vocab_size", 1), self.meta["tokenizer"]
             whole_number(self.meta, "eot_id", most=ids - 1)
@@ -161,10 +164,11 @@ PAGES = 64  # of 4096 bytes
 
 def identity(tokens):
     """Return what a checkpoint's index.json says about the training data. crc32: of PAGES pages, evenly spaced."""
-    size = 4096 // tokens.tokens.itemsize
-    starts = np.linspace(0, max(0, len(tokens.tokens) - size), PAGES).astype(np.int64)
-    pages = b"".join(tokens.tokens[start : start + size].tobytes() for start in starts)
-    number = {"tokens": len(tokens.tokens), "crc32": f"{zlib.crc32(pages):08x}"}
+    row = tokens.tokens
+    size = 4096 // row.itemsize
+    starts = np.linspace(0, max(0, len(row) - size), PAGES, dtype=np.int64)
+    pages = b"".join(row[start : start + size].tobytes() for start in starts)
+    number = {"tokens": len(row), "crc32": f"{zlib.crc32(pages):08x}"}
     return {name: tokens.meta.get(name) for name in ("tokenizer", "dtype", "made_from")} | number
 
 
@@ -178,16 +182,17 @@ def shares_of(data_dir):
 
     The shares are the smallest whole numbers with the proportions of the weights.
     """
-    if not re.search("[:,]", data_dir) or Path(data_dir).is_dir():
+    if not re.search("[:,]", data_dir) or os.path.isdir(data_dir):
         return {data_dir: 1}
     weights, wrong = {}, f"data_dir={data_dir}: "
     for word in data_dir.split(","):
         match = re.fullmatch(r"\s*(?=\.?\d)(\d{0,40}\.?\d{0,40})\s*:\s*(.*\S)\s*", word)
         if not match or not Fraction(match[1]):
             raise UserError(f"{wrong}'{word}' should be WEIGHT:FOLDER, a weight above 0, as in 60:data/en,40:data/ja")
-        if match[2] in weights:
-            raise UserError(f"{wrong}{match[2]} is there twice")
-        weights[match[2]] = Fraction(match[1])
+        folder = os.path.expanduser(match[2])
+        if folder in weights:
+            raise UserError(f"{wrong}{folder} is there twice")
+        weights[folder] = Fraction(match[1])
     scale = math.lcm(*(weight.denominator for weight in weights.values()))
     divisor = math.gcd(*(int(weight * scale) for weight in weights.values()))
     shares = {folder: int(weight * scale) // divisor for folder, weight in weights.items()}
@@ -238,6 +243,8 @@ class Mixture:
     """
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each file of tokens stays open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10240)), hard))  # 10240: macOS refuses more
         found = shares_of(data_dir)
         names = [Path(folder).absolute().name for folder in found]
         names = names if len({*names}) == len(names) else [*found]

@@ -40,15 +40,19 @@ def agreed(text):
 
 
 @contextlib.contextmanager
-def reading(file, *exceptions, wrong=WRONG):
-    """Turn an error of the content of `file`, or one of `exceptions`, into a UserError."""
+def reading(file, *exceptions, wrong=WRONG, damaged=""):
+    """Turn an error of the content of `file`, or one of `exceptions`, into a UserError.
+
+    damaged: added, unless the system refused to read the file, which may be intact: no rights, too many open files ...
+    """
     try:
         yield
     except UserError:
         raise
     except (*wrong, *exceptions) as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{file}: {reason}") from None
+        intact = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        raise UserError(f"{file}{'' if intact else damaged}: {reason}") from None
 
 
 def explained(what):

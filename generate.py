@@ -94,7 +94,7 @@ def main():
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")
-    add("--prompt", default="", help="text to continue (default: new document)")
+    add("--prompt", type=str, default="", help="text to continue (default: new document)")
     add("--max_tokens", type=within(0, 10**9), default=300, help="maximum number of new tokens (300)")
     add("--temperature", type=within(0, 1000, float), default=0.8, help="0: always the likeliest token (0.8)")
     add("--top_k", type=within(0, 10**9), default=0, help="draw from the k likeliest tokens; 0: all (0)")

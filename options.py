@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import sys
 
@@ -94,6 +95,7 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser. --num-layers is --num_layers, and --ledger is --ledger=True."""
 
     def parse_known_args(self, words=None, namespace=None):
+        self.register("type", None, os.path.expanduser)  # of paths: bash leaves the ~ of --out=~/x as it is
         words = list(sys.argv[1:] if words is None else words)
         for i, word in enumerate(words):
             flag, equals, value = word.partition("=")

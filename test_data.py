@@ -1,5 +1,6 @@
 """Test data.py: shuffle, samples of each rank, resuming, large files, errors, and the thread."""
 
+import errno
 import gc
 import itertools
 import json
@@ -19,7 +20,7 @@ import torch
 
 from data import Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
 from errors import UserError
-from testing.tiny import wait_until
+from testing.tiny import refusal, wait_until
 
 LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data ranks, micro_batch_size
 
@@ -221,6 +222,15 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
         with pytest.raises(UserError, match=r"train.bin: the id 300 is not in the vocabulary"):
             for _ in range(data.num_samples // 64 + 1):
                 next(loader)
+
+
+def test_a_file_that_can_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("data.map_file", refuse)
+    folder = write(tmp_path, range(99))
+    assert refusal(Tokens, folder, "train", 7, 257) == f"data_dir={folder}: Too many open files"
 
 
 # -- the thread

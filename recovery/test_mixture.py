@@ -1,6 +1,7 @@
 """Test several data sets by weight: shares, epochs and changes, counted from the raw files, and every layout."""
 
 import json
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -103,6 +104,13 @@ def test_one_folder_has_the_order_that_it_always_had(three, tmp_path):
     alone, numbers = Tokens(folder, "train", 8, 100).batch(np.arange(100), seed=3), np.arange(100)
     for data_dir in (str(folder), f"0.3:{folder}"):
         assert torch.equal(Mixture(data_dir, "train", 8, 100).batch(numbers, seed=3), alone)
+
+
+def test_many_sets_may_be_open(three):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (99, hard))
+    Mixture(three(5, 2, 1), "train", 8, 100)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 10240), hard)
 
 
 # --- another mixture in the middle of a cycle -------------------------------------------------------------------------
