@@ -146,7 +146,7 @@ def test_blank_lines_no_last_newline_empty_text_and_a_json_file(here, tmp_path):
     assert run(tmp_path / "c.jsonl", "--text_key=content", tmp_path / "c")[0]["train"] == whole(BYTES, ["right"])
 
 
-def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch):
+def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "PIECE", 1 << 19)
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for name, text in {"a.py": b"a", "site-packages/b.py": b"b", "c.txt": b"c", "d.py": b"\xff"}.items():
@@ -157,6 +157,7 @@ def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch):
     prepare.main()
     tokens, meta = data_set("data/stdlib_bytes")
     assert [*itertools.chain(*tokens.values())] == whole(BYTES, ["a"]) and meta["skipped"] == 1
+    assert "iconv" not in capsys.readouterr().out
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------
@@ -351,18 +352,25 @@ def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("other")
     assert "contains another data set" in refusal(run, tmp_path / "a.txt", tmp_path / "out")
     assert data_set(tmp_path / "out") == first
+    run(tmp_path / "a.txt", tmp_path / "cut")
+    os.truncate(tmp_path / "cut/train.bin", 2)
+    assert "train.bin should have 6 tokens" in refusal(run, tmp_path / "a.txt", tmp_path / "cut")
 
 
 def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path, capsys):
     (tmp_path / "tokenizer.json").touch()
     for made_from in ("this", "another", "this"):
-        with contextlib.closing(prepare.Output(tmp_path, made_from, 2)) as output:
+        with contextlib.closing(prepare.Output(tmp_path, 2)) as output:
+            output.resume(made_from)
             assert output.progress["blocks"] == 0
             if made_from == "this":
                 output.write([(0, b"12", True)], [], 0)
                 output.save()
     said = f"{tmp_path}: begins again, without the 1 tokens of another command or of other files\n"
     assert capsys.readouterr().out == said and not (tmp_path / "tokenizer.json").exists()
+    os.truncate(tmp_path / "train.bin", 0)
+    with contextlib.closing(prepare.Output(tmp_path, 2)) as output:
+        assert "train.bin should have 1 tokens" in refusal(output.resume, "this")
 
 
 def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(here, tmp_path):
@@ -639,3 +647,12 @@ def test_megatrons_files_that_are_refused(documents, file, more, message, here, 
     write_megatron(tmp_path / "m", documents, "i4")
     os.truncate(tmp_path / file, (tmp_path / file).stat().st_size + more)
     assert message in refusal(run, f"--megatron={tmp_path}/m", tmp_path / "b")
+
+
+@pytest.mark.parametrize("sizes, bounds", [([3, -1, 4], [0, 2, 3]), ([2, 1, 3], [1, 2, 3]), ([2, 1, 3], [0, -3, -1])])
+def test_megatrons_documents_ascend_from_0(sizes, bounds, here, tmp_path):
+    write_megatron(tmp_path / "m", SOME)
+    index = np.fromfile(tmp_path / "m.idx", "u1")
+    index[34:46].view("<i4")[:], index[-24:].view("<i8")[:] = sizes, bounds
+    index.tofile(tmp_path / "m.idx")
+    assert DAMAGED in refusal(run, f"--megatron={tmp_path}/m", tmp_path / "b")

@@ -60,10 +60,11 @@ class Tokenizer:
 
     name: in meta.json and in a checkpoint's index.json. cut: matches a text up to a place where a cut changes no token.
     unknown: how many tokens so far were the one for unknown characters, whose text is unk (None: the vocabulary writes
-    every text). lossy: the vocabulary leaves out characters that it does not have.
+    every text). lossy: the vocabulary leaves out characters that it does not have. drops_space: white space or line
+    ends, too.
     """
 
-    unknown, unk, lossy = 0, None, False
+    unknown, unk, lossy, drops_space = 0, None, False, False
 
     def __init__(self, encoding):
         self.encoding, self.name, self.end = encoding, encoding.name, ENDS[1]
@@ -109,16 +110,19 @@ class FileTokenizer(Tokenizer):
         import tokenizers  # not at the top: only these vocabularies need it
 
         self.content, self.config = read(path)
-        self.inner = tokenizers.Tokenizer.from_str(self.content)
-        self.inner.no_padding()
-        self.inner.no_truncation()
-        self.inner.encode_special_tokens = True  # their text in a document is ordinary text
-        value, vocab = json.loads(self.inner.to_str()), self.inner.get_vocab()
+        self.inner = inner = tokenizers.Tokenizer.from_str(self.content)
+        vocab = inner.get_vocab()
+        if (largest := max(vocab.values())) >= 1 << 24:  # `to_str` would count up to it
+            raise ValueError(f"it has the id {largest:,}; should be below 2^24")
+        inner.no_padding()
+        inner.no_truncation()
+        inner.encode_special_tokens = True  # their text in a document is ordinary text
+        value = json.loads(inner.to_str())
         model, special = value["model"], {token["content"] for token in value["added_tokens"] if token["special"]}
         self.end = end_of(self.config, special)
         if self.end not in vocab:
             raise ValueError(f"its eos_token {self.end} is not in the vocabulary")
-        self.set_ids(max(vocab.values()) + 1, vocab[self.end])
+        self.set_ids(largest + 1, vocab[self.end])
         self.unk = model.get("unk_token")
         if model.get("unk_id") is not None:
             self.unk, _ = model["vocab"][model["unk_id"]]
@@ -128,12 +132,15 @@ class FileTokenizer(Tokenizer):
         self.cut = GPT2_CUT if pattern == "gpt2" else None
         self.name = self.computed_name(value, pattern)
         if pattern:  # a file that someone trained may lack it
-            self.inner.decoder = tokenizers.decoders.ByteLevel()
+            inner.decoder = tokenizers.decoders.ByteLevel()
+        if model["type"] == "BPE":
+            inner.model.dropout = None  # otherwise a text has other tokens each time
         if model["type"] == "Unigram":  # it would find the texts of special tokens in a document
             rows = [("" if text in {*special, self.end, self.unk} else text, score) for text, score in model["vocab"]]
-            self.inner.model = tokenizers.models.Unigram(rows, model["unk_id"], model["byte_fallback"])
-        self.has_end = self.inner.encode("a").ids[-1:] == [self.eot_token]
-        template = self.inner.encode("").ids  # for example <s>, and </s> if the file has an end
+            inner.model = tokenizers.models.Unigram(rows, model["unk_id"], model["byte_fallback"])
+        self.has_end = inner.encode("a").ids[-1:] == [self.eot_token]
+        self.drops_space = len({str(inner.encode(f"a{space}b").ids) for space in ("", " ", "  ", "\n")}) < 4
+        template = inner.encode("").ids  # for example <s>, and </s> if the file has an end
         self.first_ids = template[: len(template) - self.has_end]
         self.begin = [*self.first_ids, self.eot_token][0]
 
@@ -160,7 +167,8 @@ class FileTokenizer(Tokenizer):
     def encode_to_bytes(self, text):
         text.encode()  # raises ValueError for a lone surrogate
         if len(text) > LONGEST:
-            raise ValueError(f"{len(text):,} characters in a document: at most {LONGEST:,} with this vocabulary")
+            remedy = "divide it, for example into JSON lines"
+            raise ValueError(f"more than {LONGEST:,} characters in a document with this vocabulary; {remedy}")
         (encoded,) = self.inner.encode_batch_fast([text])
         ids = encoded.ids
         ids = ids[: len(ids) - self.has_end]  # prepare.py adds the end

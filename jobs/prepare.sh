@@ -54,6 +54,12 @@ for i, meta in enumerate(metas):
             why = f"{out}.{i} has another --{name} than {out}.0; remove it, and submit the array again"
             print(f"error: {why}", file=sys.stderr)
             sys.exit(2)
+    for split, count in meta["tokens"].items():
+        size = Path(f"{out}.{i}/{split}.bin").stat().st_size
+        if 8 * size != int(meta["dtype"].removeprefix("uint")) * count:
+            why = f"{out}.{i}/{split}.bin should have {count:,} tokens; remove {out}.{i}, and submit the array again"
+            print(f"error: {why}", file=sys.stderr)
+            sys.exit(2)
 inputs = [meta["made_from"]["input"] for meta in metas]
 made_of = {"files": sum(i["files"] for i in inputs), "bytes": sum(i["bytes"] for i in inputs), "parts": n}
 joined = metas[0] | {name: sum(meta.get(name, 0) for meta in metas) for name in ("skipped", "unknown")}
