@@ -454,9 +454,7 @@ def main():
             if "dropout" in fields:
                 one = replace(one, **{name: getattr(given, name) for name in SCHEDULE})
             checks.append((name, layout, workers, one, ranks))
-        if chosen:
-            checks.append((f"a resumed run, {name}", resumed, workers, one, ranks))
-        else:
+        if not chosen:
             checks += [
                 ("a resumed run", resumed, workers, c, 1),
                 ("a resumed run, dp=2 zero=1", resumed, workers, replace(c, zero=1), 2),
@@ -472,6 +470,8 @@ def main():
                 ("export to Hugging Face", export, c),
             ]
         failed = [show(*check) for check in checks]
+        if chosen and not any(failed):
+            failed.append(show(f"a resumed run, {name}", resumed, workers, one, ranks))
         workers.stop()
     sys.exit(any(failed))
 

@@ -1,6 +1,7 @@
 """check.py finds mistakes in a changed model, and says where. Each edit is made in a copy of the project."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -30,7 +31,7 @@ def checked(*options, edits=()):
 def test_the_unchanged_model_passes():
     code, lines = checked()
     count = sum(line.startswith("ok ") for line in lines)
-    assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 13, lines
+    assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 14, lines
 
 
 @needs_git
@@ -40,9 +41,10 @@ def test_options_choose_one_layout():
     assert code == 0 and [line.split(maxsplit=1) for line in lines] == [
         ["ok", "gradients of one process: finite differences"],
         ["ok", "tp=2 zero=1"],
+        ["ok", "a resumed run, tp=2 zero=1"],
     ]
     code, lines = checked("--tp=3")
-    assert code == 1 and lines[2] == "refused tp=3" and "num_attention_heads" in lines[3], lines
+    assert code == 1 and lines[1] == "refused tp=3" and "num_attention_heads" in lines[2], lines
 
 
 def test_the_size_shrinks_and_the_rules_stay():
@@ -51,10 +53,21 @@ def test_the_size_shrinks_and_the_rules_stay():
     padding = c.padded_vocab_size - c.vocab_size
     assert (c.hidden_size, c.head_size, c.seq_length, padding) == (768, 128, 80, 50304 - 50257)
     llama = dict(model="llama", hidden_size=1536, num_attention_heads=12, ffn_hidden_size=48)
+    c = check.small(tiny_config(1, num_layers=9, vocab_size=50257), ["num_layers", "vocab_size"])
+    assert (c.num_layers, c.vocab_size) == (9, 50257), "the command line does not beat the cut"
     for groups, smaller in ((4, 2), (12, 6), (0, 0)):
         c = check.small(tiny_config(1, num_query_groups=groups, **llama))
         assert (c.num_attention_heads, c.num_query_groups) == (6, smaller)
         config.check(c, 1)
+
+
+def test_every_field_but_check_pys_own_is_the_readers():
+    """A field that a reader adds to Config is none of OWN."""
+    assert {*check.OWN.split()} <= vars(config.Config()).keys()
+    c = tiny_config(1, own="", adam_beta2=0.5, lr_decay_style="linear")
+    c.z_loss = 0.5
+    with mock.patch.object(config, "Config", SimpleNamespace):
+        assert check.small(c).z_loss == check.small(c).adam_beta2 == 0.5
 
 
 def test_the_traceback_of_a_rank_is_one_line():
@@ -100,9 +113,9 @@ EDITS = {  # name: (options, edits, words of the output)
         [("log.py", '"loss_scale": last.loss_scale,', '"loss_scale": last.loss_scale / run.mesh.world.size,')],
         "look at the loop",
     ),
-    "a gradient that is missing everywhere": (
+    "a gradient that is wrong everywhere": (
         ["--tp=2"],
-        [("model.py", ATTENTION, ATTENTION + "        v = v + (v - v.detach()) * 0.5\n")],
+        [("parallel/tensor.py", "dx = dy @ w", "dx = 1.01 * dy @ w")],
         "WRONG gradients of one process: finite differences wrong in",
     ),
 }  # fmt: skip
@@ -117,7 +130,7 @@ def test_an_edit_is_found_and_named(name):
     assert code == 1 and words in " ".join(" ".join(lines).split()), "\n".join(lines)
 
 
-CHECKS = "resumed first_loss device narrow loss_scale frozen update_rule kernels".split()
+CHECKS = "resumed overflow first_losses device narrow loss_scale frozen update_rule kernels".split()
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -126,7 +139,8 @@ def test_one_process_passes(tmp_path, name):
     c = check.small(tiny_config(1))
     c.data_dir = write_tokens(tmp_path / "data")
     here = SimpleNamespace(folder=tmp_path, run=lambda ranks, function, *arguments: [function(*arguments)])
-    arguments = {"resumed": (here, c), "first_loss": (here, c), "kernels": (c, "auto")}
+    check.RUNS.clear()
+    arguments = dict(resumed=(here, c, 1), overflow=(here, c), first_losses=(here, c), kernels=(c, "auto"))
     cause = getattr(check, name)(*arguments.get(name, [c]))
     assert not cause, cause
 
@@ -161,6 +175,24 @@ RIGHT = [  # keys of their own, whose bias has no gradient; a norm of each query
     ),
     ("model.py", "y = self.attention(y, batch)\n", "y = self.attention(y, batch) * self.scale\n"),
 ]
+
+
+LOSSES = [("reads_losses = False", "reads_losses = True"), ("return losses(x", "y = losses(x")]
+ON_PURPOSE = {  # last lines of `Head.forward`: the word and the reason
+    "(1 - (-y).exp()).square().detach() * y": "that of the loss without model.py:",
+    "y + 0.1 * y.square() if torch.is_grad_enabled() else y": "in training, and",
+}
+
+
+@needs_git
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ON_PURPOSE)
+def test_what_may_be_on_purpose_is_changed(line):
+    """A stopped gradient, and a term of the training alone."""
+    place = "self.reads_losses)\n"
+    edits = *LOSSES, (place, f"{place}        return {line}\n")
+    code, lines = checked("--tp=2", edits=[("model.py", *edit) for edit in edits])
+    assert code == 0 and lines[0].startswith("changed gradients") and ON_PURPOSE[line] in lines[1], "\n".join(lines)
 
 
 @needs_git
