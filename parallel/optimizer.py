@@ -90,6 +90,7 @@ class Rule(NamedTuple):
     layerwise: Callable | None = None  # the second half, called for each tensor
     fused: str | None = None  # name of an operation
     whole: Callable | None = None  # updates whole matrices, returns the other ranges
+    state: int = 0  # buffers that differ on copies (an error of compression); a checkpoint has their mean
 
 
 # Add your own: write a function like those above, and add a row (GUIDE.md).

@@ -112,8 +112,8 @@ class Bucket:
     Axes:       the data ranks are cut into `shards`, which divide the bucket, and `copies`, which
                 keep the same shard. In stage 0 the whole bucket is the only shard. `holders`: as
                 in `layout.py`.
-    Buffers:    param and grad (Flat). master (weights), moments and master_grad have only the
-                elements of this rank's shard, on the device of the optimizer state.
+    Buffers:    param and grad (Flat). master (weights), moments, state and master_grad have only
+                the elements of this rank's shard, on the device of the optimizer state.
     Elements:   bounds: (begin, end) of this rank's shard. saved: the part of it that this rank
                 writes into checkpoints. ranges, pieces: those of the shard (`layout.py`).
     """
@@ -134,14 +134,15 @@ class Bucket:
         self.hybrid = self.shards.size > 1 and self.copies.size > 1
         stage = zero.layout.zero_stage
         self.param = Flat(self.size, self.bounds, stage == 3, zero.dtype, zero.device)
-        self.grad, self.master, self.moments = None, self.param.shard, []
+        self.grad, self.master, self.moments, self.state = None, self.param.shard, [], []
         if training:
             self.grad = Flat(self.size, self.bounds, stage >= 2, zero.master_dtype, zero.device)
             state = zero.master_dtype, zero.state_device
             if (zero.dtype, zero.device) != state:
                 self.master = torch.zeros(len(self.param.shard), dtype=state[0], device=state[1])
-            number = RULES[zero.config.optimizer].moments
-            self.moments = [torch.zeros_like(self.master) for _ in range(number)]
+            rule = RULES[zero.config.optimizer]
+            self.moments = [torch.zeros_like(self.master) for _ in range(rule.moments)]
+            self.state = [torch.zeros_like(self.master) for _ in range(rule.state)]
         pieces = layout.pieces(0, self.size)
         self.params = [self._parameter(piece, zero.master_dtype) for piece in pieces]
         self.param.close()

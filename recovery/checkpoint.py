@@ -71,9 +71,9 @@ def runs(spec, begin, end, tp_rank, tp):
 
 
 def arrays(folder, bucket, begin, end):
-    """Yield (path, tp axis, Piece, its elements) of weights and moments in begin .. end of a bucket."""
+    """Yield (path, tp axis, Piece, its elements) of weights, moments and state in begin .. end of a bucket."""
     first = bucket.bounds[0]  # the first element that this rank keeps
-    tensors = {"": bucket.master} | {f".moment{k}": moment for k, moment in enumerate(bucket.moments)}
+    tensors = {"": bucket.master} | {f".moment{k}": x for k, x in enumerate([*bucket.moments, *bucket.state])}
     for piece in bucket.layout.pieces(begin, end):
         if piece.begin < piece.end:
             for kind, flat in tensors.items():

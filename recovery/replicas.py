@@ -16,7 +16,7 @@ import math
 import torch
 
 from errors import agreed
-from parallel.comm import gather_objects
+from parallel.comm import all_reduce, gather_objects
 from parallel.layout import ALIGN
 
 WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
@@ -68,6 +68,13 @@ def fingerprints(zero):
     return dict(zip(sums, values, strict=True))
 
 
+def share_state(zero):
+    """Give all copies the mean of each `state`, so that a checkpoint has one value."""
+    for bucket in zero.in_order:
+        for x in bucket.state:
+            all_reduce(x, bucket.copies, "state").wait().div_(bucket.copies.size)
+
+
 def differing_copies(zero):
     """Return a line for each tensor whose copies differ ("NAME: ranks [0, 1] and ranks [2]") or were not all compared.
 
@@ -89,7 +96,11 @@ def differing_copies(zero):
 
 
 def compare_copies(zero, iteration):
-    """Raise UserError if copies, or the ranks' numbers of updates, differ. Every rank calls this between two steps."""
+    """Raise UserError if copies, or the ranks' numbers of updates, differ. Every rank calls this between two steps.
+
+    First `share_state`.
+    """
+    share_state(zero)
     if len({*gather_objects(zero.updates.item(), zero.mesh.world)}) > 1:
         raise agreed(f"up to iteration {iteration} {APART}; nothing is saved")
     for names in gather_objects([name for name, distance in zero.unequal if distance > ROUNDING], zero.mesh.world):

@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from accounts.metrics import read_metrics
 from config import check
 from errors import UserError
 from parallel.mesh import Mesh
+from parallel.optimizer import RULES
 from parallel.zero import Bucket, Zero
 from recovery import checkpoint, replicas
 from testing.tiny import built, configured, fails, few, go, tiny_batches, tiny_config
@@ -36,6 +38,23 @@ def test_a_width_that_is_no_multiple_of_8_bytes(workers):
     """A shard has nothing of a parameter that ends before it, at an odd place."""
     config = tiny_config(3, hidden_size=18, num_attention_heads=3, dtype="bf16", zero=3)
     assert workers.run(3, copies_of, config) == [[]] * 3
+
+
+def with_state(config):
+    """Return (what a rank has of its state after a comparison, the names of its files in a checkpoint)."""
+    with mock.patch.dict(RULES, sgd=RULES["sgd"]._replace(state=1)):
+        run = built(config, Mesh.of(config))
+        for bucket in run.zero.in_order:
+            bucket.state[0].fill_(1.0 + run.mesh.rank)
+        replicas.compare_copies(run.zero, 0)
+        files = [path.name for b in run.zero.in_order for path, *_ in checkpoint.arrays(Path(), b, *b.bounds)]
+        return {x for b in run.zero.in_order for x in b.state[0].tolist()}, files
+
+
+@pytest.mark.parametrize("zero, means", [(0, [{1.5}, {1.5}]), (1, [{1.0}, {2.0}])])
+def test_the_state_of_a_data_rank_becomes_the_mean_of_its_copies(workers, zero, means):
+    for (found, files), mean in zip(workers.run(2, with_state, tiny_config(2, zero=zero, optimizer="sgd")), means):
+        assert found == mean and "word.weight.moment0" in files
 
 
 def said_after_damage(config, rank, bucket, kind, place):
