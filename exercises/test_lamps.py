@@ -155,21 +155,21 @@ def test_adam_is_its_formula(what):
 
 def gradients_in_a_step(config):
     """Return the most buckets with a whole gradient {in a backward, after it}, and the most unfinished sums in one."""
-    run, product = built(config), tensor.add_product
+    run, add = built(config), tensor.WeightGradient.add
     most = {"in a backward": 0, "between two micro-batches": 0, "unfinished": 0}
 
     def count(when):
         whole = sum(bucket.grad.whole.untyped_storage().size() > 0 for bucket in run.zero.in_order)
         most[when] = max(most[when], whole)
 
-    def watching(*arguments):
+    def watching(product):
         count("in a backward")
         unfinished = sum(bucket.summing is not None and bucket.summing.work is not None for bucket in run.zero.in_order)
         most["unfinished"] = max(most["unfinished"], unfinished)
-        product(*arguments)
+        add(product)
 
     run.mesh.watch.tools.append(AfterActions(lambda: count("between two micro-batches")))
-    with mock.patch.object(tensor, "add_product", watching):
+    with mock.patch.object(tensor.WeightGradient, "add", watching):
         train.train_step(run, tiny_batches(run))
     return most
 

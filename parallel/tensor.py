@@ -190,12 +190,8 @@ class WeightGradient(NamedTuple):
     x: torch.Tensor
 
     def add(self):
-        add_product(*self)
-
-
-def add_product(w, dy, x):
-    if w.requires_grad:
-        reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
+        if self.w.requires_grad:
+            reference.add_product_(self.w.grad.flatten(0, -2), self.dy.T, self.x)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -313,7 +309,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             z = x[rows] @ w.T
             ctx.losses[rows] = cross_entropy_(z, w, targets[rows], vocab_size, dlosses[rows], tp, ops)
             torch.mm(z, w, out=dx[rows])
-            add_product(w, z, x[rows])
+            WeightGradient(w, z, x[rows]).add()
         ctx.losses.mul_(has_loss)
         dx = start(CONJUGATE[enter], dx, tp, "head").wait()
         return dx, None, None, None, None, None, None, None

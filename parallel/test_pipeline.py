@@ -163,13 +163,13 @@ def test_in_stage_3_all_gathers_start_before_the_first_wait(workers):
 
 def whole_gradients_at_products(config):
     """Return {bucket: number of buckets with whole gradients when W last adds to this one}."""
-    run, alive, product = built(config), {}, tensor.add_product
+    run, alive, add = built(config), {}, tensor.WeightGradient.add
 
-    def watching(w, dy, x):
-        alive[w.spec.bucket] = sum(b.grad.whole.untyped_storage().size() > 0 for b in run.zero.buckets.values())
-        product(w, dy, x)
+    def watching(product):
+        alive[product.w.spec.bucket] = sum(b.grad.whole.untyped_storage().size() > 0 for b in run.zero.buckets.values())
+        add(product)
 
-    with mock.patch.object(tensor, "add_product", watching):
+    with mock.patch.object(tensor.WeightGradient, "add", watching):
         train.train_step(run, tiny_batches(run))
     return alive
 

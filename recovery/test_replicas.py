@@ -53,7 +53,8 @@ def with_state(config):
 
 @pytest.mark.parametrize("zero, means", [(0, [{1.5}, {1.5}]), (1, [{1.0}, {2.0}])])
 def test_the_state_of_a_data_rank_becomes_the_mean_of_its_copies(workers, zero, means):
-    for (found, files), mean in zip(workers.run(2, with_state, tiny_config(2, zero=zero, optimizer="sgd")), means):
+    ranks = workers.run(2, with_state, tiny_config(2, zero=zero, optimizer="sgd"))
+    for (found, files), mean in zip(ranks, means, strict=True):
         assert found == mean and "word.weight.moment0" in files
 
 
