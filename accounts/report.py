@@ -41,7 +41,7 @@ def measured(run, activations):
     widths, rank, data_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.data.rank
     expected = []
     for m, count in run.steps.items():
-        head = run.model.reads_losses
+        head = getattr(run.model.units[-1], "reads_losses", False)
         expected.append((ledger.predict_sent(layout, schedules[m][0], rank, data_rank, *widths, head), count))
     sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = zero_states.sizes(run.config, *widths, zero.device.type == "cpu")

@@ -97,7 +97,6 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.training_schedule = schedule
-        self.reads_losses = model.reads_losses
         connect(mesh, schedule, zero.device)
 
     def run(self, batches, count, factor):
@@ -193,7 +192,7 @@ class Executor:
                     y = chunk.units[i](x, batch)
             is_loss = gradient is None
             if is_loss:  # y [n] is usually still nan: the head's backward fills it
-                check_losses(y, batch, self.reads_losses)
+                check_losses(chunk.units[i], y, batch)
                 gradient = torch.full_like(y, self.step.factor / len(y))  # d(factor * mean) / dy
             if y.requires_grad:  # False: the embedding is frozen
                 torch.autograd.backward(y, gradient)

@@ -133,7 +133,7 @@ class Communicate(torch.autograd.Function):
 
     @staticmethod
     def of(x, communication, tp, what):
-        x = x.clone() if communication == "all_reduce" else x  # which changes x in place
+        x = x.clone() if communication == "all_reduce" and tp.size > 1 else x  # it changes x in place
         return start(communication, x, tp, what).wait()
 
 
@@ -142,9 +142,9 @@ def enter_pair(x, c, tp):
     return Communicate.apply(x, entering(c), tp, "activations")
 
 
-def leave_pair(y, c, tp, what="activations"):
+def leave_pair(y, c, tp):
     """y [n, h], a part of a sum on each rank (P) -> the sum, [n or n/t, h] (I): the end of such a pair."""
-    return Communicate.apply(y, leaving(c), tp, what) if tp.size > 1 else y
+    return Communicate.apply(y, leaving(c), tp, "activations")
 
 
 class Linear(torch.autograd.Function):
@@ -268,11 +268,11 @@ class VocabParallelEmbedding(nn.Module):
         rows = padded(c.vocab_size)
         shape, padding = (rows, c.hidden_size), rows - c.vocab_size
         self.weight = ParamSpec(f"{name}.weight", shape, 0, True, c.init_method_std, padding=padding)
-        self.c, self.tp, self.ops = c, tp, ops
+        self.leave, self.tp, self.ops = leaving(c), tp, ops
 
     def forward(self, ids):
         y = EmbeddingLookup.apply(ids, self.weight, self.tp, self.ops)
-        return leave_pair(y, self.c, self.tp, "embedding")
+        return Communicate.apply(y, self.leave, self.tp, "embedding")
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -76,10 +76,6 @@ class Model(nn.Module):
             x = unit(x, batch)
         return x
 
-    @property
-    def reads_losses(self):
-        return getattr(self.units[-1], "reads_losses", False)
-
     def specs(self):
         """Return {name: ParamSpec}. A tied parameter appears once."""
         return {spec.name: spec for unit in self.unit_specs for spec in unit}
@@ -110,15 +106,15 @@ class Model(nn.Module):
         return MicroBatch((b, s), ids, targets, sample_positions, positions, rows, rate, caches=caches)
 
 
-def check_losses(y, batch, reads_losses):
-    """Raise UserError unless y, a head's result in training, is the loss of each token, with a gradient."""
+def check_losses(head, y, batch):
+    """Raise UserError unless y, the head's result in training, is the loss of each token, with a gradient."""
     if y.shape != batch.targets.shape:
         should = f"should be the loss of each token, {[*batch.targets.shape]}; `train_step` takes the mean"
         raise UserError(f"the head returns a tensor {[*y.shape]}; {should}")
     if not y.requires_grad:
         raise UserError("the head's losses have no gradient: does it use detach, .data or torch.no_grad?")
     losses = y if y._base is None else y._base  # backward fills the losses, and so their view
-    if losses.grad_fn.name() != "LinearCrossEntropyBackward" and not reads_losses:
+    if losses.grad_fn.name() != "LinearCrossEntropyBackward" and not getattr(head, "reads_losses", False):
         why = "the head returns other losses than LinearCrossEntropy's, which are nan until backward"
         raise UserError(f"{why}; set reads_losses = True in the head's class: then forward computes them")
 
