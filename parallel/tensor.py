@@ -124,17 +124,12 @@ class Communicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, communication, tp, what):
         ctx.arguments = communication, tp, what
-        return Communicate.of(x, communication, tp, what)
+        return start(communication, x.clone(), tp, what).wait()  # an all_reduce changes its argument
 
     @staticmethod
     def backward(ctx, dy):
         communication, tp, what = ctx.arguments
-        return Communicate.of(dy, CONJUGATE[communication], tp, what), None, None, None
-
-    @staticmethod
-    def of(x, communication, tp, what):
-        x = x.clone() if communication == "all_reduce" and tp.size > 1 else x  # it changes x in place
-        return start(communication, x, tp, what).wait()
+        return start(CONJUGATE[communication], dy.clone(), tp, what).wait(), None, None, None
 
 
 def enter_pair(x, c, tp):
@@ -142,9 +137,9 @@ def enter_pair(x, c, tp):
     return Communicate.apply(x, entering(c), tp, "activations")
 
 
-def leave_pair(y, c, tp):
+def leave_pair(y, c, tp, what="activations"):
     """y [n, h], a part of a sum on each rank (P) -> the sum, [n or n/t, h] (I): the end of such a pair."""
-    return Communicate.apply(y, leaving(c), tp, "activations")
+    return Communicate.apply(y, leaving(c), tp, what) if tp.size > 1 else y
 
 
 class Linear(torch.autograd.Function):
@@ -268,11 +263,11 @@ class VocabParallelEmbedding(nn.Module):
         rows = padded(c.vocab_size)
         shape, padding = (rows, c.hidden_size), rows - c.vocab_size
         self.weight = ParamSpec(f"{name}.weight", shape, 0, True, c.init_method_std, padding=padding)
-        self.leave, self.tp, self.ops = leaving(c), tp, ops
+        self.c, self.tp, self.ops = c, tp, ops
 
     def forward(self, ids):
         y = EmbeddingLookup.apply(ids, self.weight, self.tp, self.ops)
-        return Communicate.apply(y, self.leave, self.tp, "embedding")
+        return leave_pair(y, self.c, self.tp, "embedding")
 
 
 class LinearCrossEntropy(torch.autograd.Function):
