@@ -148,6 +148,8 @@ class Interval:
 
     def __init__(self, run, say):
         self.run, self.say = run, say
+        if run.mesh.rank == 0:
+            hardware_flops(run.config, 1)  # counts them now, not in a row's time
         self.steps, self.unread = [], None
         self.stop = False
         self.updated = False  # one of the steps that were read has changed the weights
@@ -201,12 +203,14 @@ class Interval:
         self.start += time.perf_counter() - began
 
     def row(self):
-        """Return the row of metrics.jsonl, and begin the next interval."""
+        """Return the row of metrics.jsonl (on rank 0), and begin the next interval."""
         self.read()
         steps, now = self.steps, time.perf_counter()
         first = self.first if len(steps) > 1 else 0.0  # the speeds leave it out, unless the row has no other step
         timed = len(steps) - (first > 0)
-        row = metrics_row(self.run, steps, timed, now - self.start - first)
+        row = {}
+        if self.run.mesh.rank == 0:  # no other rank needs it, and the FLOPs
+            row = metrics_row(self.run, steps, timed, now - self.start - first)
         self.steps, self.start, self.first = [], now, 0.0
         return row | {"timers_ms": self.run.timers.take(timed)}
 
@@ -240,7 +244,7 @@ def metrics_row(run, steps, timed, seconds):
         "tokens_per_second": samples * c.seq_length / seconds,
         "tflops": tflops,
         "hardware_tflops": hardware_flops(c, samples) / seconds / world / 1e12,
-        "mfu": tflops / peak if peak else "unknown",
+        "mfu": tflops / peak if peak and math.isfinite(tflops) else "unknown",
     }
 
 

@@ -17,24 +17,31 @@ gradient of the weight), so a step costs as much as three forwards of all B sequ
 Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. The slide
 "Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.
 
-This is GPT-2. Other models have other weights (`weights` reads them from the model), and the same attention.
+This is GPT-2. No code has these formulas: the products of any model's units are counted (`meta.py`).
 """
 
-from accounts.matrices import shapes
+from dataclasses import replace
 
 
-def model_flops(config, batch, block_forwards=3):
-    """Return the FLOPs of a step of `batch` sequences. block_forwards: the cost of the blocks, in forwards."""
-    L, h, s, (block, head) = config.num_layers, config.hidden_size, config.seq_length, weights(config)
-    return batch * s * (block_forwards * (2 * L * block + 4 * L * s * h) + 3 * 2 * head)
-
-
-def weights(config):
-    """Return how many weights a token meets: (in a block, in the head). In GPT-2: 12 h^2 and V h."""
-    block, head = shapes(config)
-    return sum(m.elements for m in block), head
+def model_flops(config, batch):
+    """Return the FLOPs of a step of `batch` sequences; nan if they are not known."""
+    return batch * sum(3 * forward_flops(work) for work in units(config))
 
 
 def hardware_flops(config, batch):
     """Return `model_flops` plus the recomputation."""
-    return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
+    return batch * sum((2 + work.runs) * forward_flops(work) for work in units(config))
+
+
+def forward_flops(work):
+    """Return the FLOPs of one forward. work: a `meta.Work`."""
+    return sum(2 * M * K * N for M, K, N in work.products) + 4 * work.attention
+
+
+def units(config):
+    """Return the `meta.Work` of each unit for one sequence, on one rank."""
+    from accounts import meta  # a run needs it only here
+
+    item = 2 if config.dtype in ("bf16", "fp16") else 4  # another one would be measured again
+    one = replace(config, micro_batch_size=1, tp=1, cp=1, sequence_parallel=False)
+    return meta.work_of(one, item, on_cpu=True) or [meta.UNKNOWN]

@@ -7,8 +7,9 @@ Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp
 m micro-batches, L layers of this pipeline rank; sp: sequence parallelism, zero: the ZeRO stage, lamb: LAMB
 or LARS. Below each title:
 
-    layer        rows, columns: elements of the outputs of its row parallel linears, and of the inputs of its column
-                 parallel linears; kv: of keys and values; runs: forwards, 2 with full recomputation
+    layer        any unit. rows, columns: elements of the outputs of its row parallel linears, and of the inputs of its
+                 column parallel linears; exchanged: of attention's q, k, v and y; runs: forwards, 2 with full
+                 recomputation
     micro-batch  embeddings, heads: forwards of them; bsh: elements of an activation, b s h / c; losses: times that the
                  head computes its losses, in `pieces` of `piece` tokens
     boundary     between two consecutive chunks on different ranks; down, up: messages to the next and to the previous
@@ -31,7 +32,7 @@ from fractions import Fraction
 from types import CodeType
 from typing import NamedTuple
 
-from accounts.matrices import matrices_of
+from accounts.meta import UNKNOWN, work_of
 from accounts.zero_states import shards_of
 from parallel import schedules
 from parallel.comm import sent_bytes
@@ -46,7 +47,7 @@ layer, micro-batch
     tp       activations                   all_reduce      not sp         runs*rows + columns       item    y in F, dx
     tp       activations                   reduce_scatter  sp             runs*rows + columns       item    y in F, dx
     tp       activations                   all_gather      sp             (runs+1)*columns + rows   item    x, dy
-    cp       tokens for heads              all_to_all      True           (2*runs+2)*[kv]           item    q, k, v, y
+    cp       tokens for heads              all_to_all      True           (runs+1)*exchanged        item    q, k, v, y
 micro-batch
     tp       embedding                     all_reduce      not sp         embeddings*[bsh]          item    y in F
     tp       embedding                     reduce_scatter  sp             embeddings*[bsh]          item    y in F
@@ -130,9 +131,12 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, reads_
     reads_losses: of the Model.
     """
     table = {}
-    letters = letters_of_rank(layout, schedule, pp_rank, reads_losses)
+    actions = schedule.actions[pp_rank]
+    forwards = Counter(unit for kind, _, chunk in actions if kind == "F" for unit in layout.units[chunk])
+    letters = letters_of_rank(layout, schedule, pp_rank, forwards, reads_losses)
     letters |= dict(item=item, wide=master_item, double=8)
     occasions = occasions_of(layout, schedule, pp_rank, data_rank, letters)
+    occasions["layer", "micro-batch"] = layers_of(layout, forwards, letters)
     for row in rows_of(layout):
         key = row.axis, row.what, row.operation
         for times, ranks, letters in occasions[row.per]:
@@ -169,7 +173,6 @@ def occasions_of(layout, schedule, pp_rank, data_rank, letters):
         norms[holders] += 2 * len(bucket.specs)
     once = 1, ranks, letters | {"norms": norms.total()}
     return {
-        ("layer", "micro-batch"): [(letters["blocks"], ranks, letters)],
         ("micro-batch",): [once],
         ("boundary", "micro-batch"): [once],
         ("bucket", "micro-batch"): buckets,
@@ -178,19 +181,21 @@ def occasions_of(layout, schedule, pp_rank, data_rank, letters):
     }
 
 
-def letters_of_rank(layout, schedule, rank, reads_losses):
-    """Return the letters of a layer, of a micro-batch and of a boundary. blocks: forwards of blocks in a step."""
+def layers_of(layout, forwards, letters):
+    """Return [(times in a step, {axis: ranks}, letters)] of the units of a rank. forwards: {unit: number in a step}."""
+    times = Counter()
+    works = work_of(layout.config, letters["item"], on_cpu=True) or [UNKNOWN] * len(layout.unit_specs)
+    for unit, count in forwards.items():
+        times[works[unit].first] += count  # units with the same work
+    return [(count, axis_sizes(layout), letters | works[unit]._asdict()) for unit, count in times.items()]
+
+
+def letters_of_rank(layout, schedule, rank, forwards, reads_losses):
+    """Return the letters of a micro-batch and of a boundary. forwards: {unit: number in a step}."""
     c, tokens = layout.config, tokens_of_rank(layout.config)
-    actions, last = schedule.actions[rank], len(layout.unit_specs) - 1
-    forwards = Counter(unit for kind, _, chunk in actions if kind == "F" for unit in layout.units[chunk])
-    embeddings, heads, pieces = forwards[0], forwards[last], math.ceil(tokens / ROWS)
+    embeddings, heads, pieces = forwards[0], forwards[len(layout.unit_specs) - 1], math.ceil(tokens / ROWS)
     losses = heads * (1 + reads_losses)
     return dict(
-        columns=[tokens * m.inputs for m in matrices_of(c, "column")],
-        rows=[tokens * m.outputs for m in matrices_of(c, "row")],
-        runs=2 if c.recompute == "full" else 1,
-        kv=2 * tokens * c.hidden_size // c.tp,
-        blocks=forwards.total() - embeddings - heads,
         embeddings=embeddings,
         heads=heads,
         losses=losses,

@@ -23,10 +23,10 @@ Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for e
     ... sequence parallel       16/t         34/t + 5as/ht
     ... full recomputation      1            2           plus one block's sum within a backward (`RECOMPUTED`)
 
-No code has this table: `meta.py` measures the units of any model, and a test compares. There are also the ids and,
+No code has this table: `meta.py` measures each unit of any model, and a test compares. There are also the ids and,
 for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp) and the last LayerNorm's
-output. All of this counts once per micro-batch in flight. The row `PEAK` is the largest sum after an action. It is None
-if the units don't run on tensors without values.
+output. All of this counts once per micro-batch in flight, and a constant that units save counts once. The row `PEAK` is
+the largest sum after an action. It is None if the units don't run on tensors without values.
 
 The action I frees these tensors, but until W a rank keeps the operands of W: input x and output's gradient dy of all
 linears. In GPT-2 they take as much as the freed tensors: 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). Sequence parallelism
@@ -48,11 +48,10 @@ program's own code would repeat its mistakes. `test_memory.py` holds them to mea
     - on GPUs whose attention takes no query groups (`reference.takes_groups`), repeated keys and values
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
 from accounts import meta
-from accounts.matrices import matrices_of
 from accounts.zero_states import rank_states, shards_of
 from parallel import schedules, simulation
 from parallel.layout import split
@@ -94,68 +93,71 @@ def whole_gradients(layout, schedule, rank, z):
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def unit_activations(c, z):
-    """Return {unit: bytes} of a micro-batch, or None."""
-    units = meta.work_of(c, z.item, z.on_cpu)
-    return units and {name: work.saved for name, work in units.items()}
-
-
-def operand_elements(c, z):
-    """Return the elements of W's operands, x and dy of the linears of a block."""
-    return sum(z.tokens * sum(m.local(c.tp)) for m in matrices_of(c, "column", "row"))
-
-
 class ChunkBytes(NamedTuple):
     """Bytes of a chunk and a micro-batch."""
 
     saved: int  # from F to B or I: saved by autograd, or an output
     output: int  # an output that only the next chunk keeps
+    after_send: int  # what autograd keeps of it, when it is sent
     operands: int  # from I to W
+    constants: dict  # {tensor: bytes} kept as long as `saved`, but once for all micro-batches and chunks
+    recomputed: int  # most of a unit that is computed again
 
 
 FREED = {"B": ("saved", "activation", "gradient"), "I": ("saved", "activation", "gradient"), "W": ("operands",)}
 
 
-def kept_by_chunk(c, schedule, z, message):
-    """Return the ChunkBytes of each chunk. message: bytes of a unit's output."""
-    saved = dict(unit_activations(c, z))
-    saved["block"] -= message  # its input is another unit's output
-    if c.recompute == "full":
-        del saved["block"]
-    chunks, operands_of_block = [], z.item * operand_elements(c, z)
-    units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
+def kept_by_chunk(c, schedule, works, message):
+    """Return the ChunkBytes of each chunk. works: `meta.work_of`; message: bytes of a unit's output."""
+    chunks, shared = [], defaultdict(set)  # shared: {(pipeline, rank): tensors that its chunks keep}
+    parts = split(range(len(works)), max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):
-        names, rank, below = units[part], schedule.placement[chunk], schedules.downstream(schedule, chunk)
-        stays = below is not None and schedule.placement[below] == rank and names[-1] in saved
-        size = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
-        if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
-            size += 8 * z.rows  # `MicroBatch.rows`, once on a rank
-        operands = names.count("block") * operands_of_block
-        chunks.append(ChunkBytes(size, message * (not stays), operands))
+        rank, below, output = schedule.placement[chunk], schedules.downstream(schedule, chunk), message
+        first, *inner = parts[part]
+        units, kept, constants, recomputed = works[first : first + len(parts[part])], {}, {}, 0
+        for work in units:
+            if work.runs > 1:
+                recomputed = max(recomputed, sum(work.saved.values()) + sum(work.constants.values()))
+            else:
+                kept |= work.saved
+                constants |= work.constants
+        end = "x", first + len(units)
+        after_send = kept.pop(end, 0)
+        kept = {key: kept[key] for key in kept.keys() - shared[chunk - part, rank] - {("x", first)}}
+        shared[chunk - part, rank].update(kept)
+        kept |= {("x", i): message for i in inner}
+        if below is None:
+            kept[end] = after_send  # the losses
+        elif schedule.placement[below] == rank and units[-1].runs == 1:  # this chunk keeps it longer than the next
+            kept[end], output = message, 0
+        operands = sum(work.operands for work in units)
+        chunks.append(ChunkBytes(sum(kept.values()), output, after_send, operands, constants, recomputed))
     return chunks
 
 
 def activations(c, schedule, rank, z, messages=None):
     """Return the rows PEAK and RECOMPUTED. messages: `simulation.messages` of the schedule, if known."""
-    if (units := unit_activations(c, z)) is None:
+    if (works := meta.work_of(c, z.item, z.on_cpu)) is None:
         return {PEAK: None} | ({RECOMPUTED: None} if c.recompute == "full" else {})
     message = z.item * z.rows * c.hidden_size
-    chunks, messages = kept_by_chunk(c, schedule, z, message), messages or simulation.messages(schedule)
+    chunks, messages = kept_by_chunk(c, schedule, works, message), messages or simulation.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
-    has_block = any(chunks[action.chunk].operands for action in schedule.actions[rank])
-    if c.recompute == "full" and has_block:
-        table[RECOMPUTED] = units["block"] + 8 * z.rows * (c.dropout > 0)
-    return table
+    recomputed = max(chunks[action.chunk].recomputed for action in schedule.actions[rank])
+    return table | ({RECOMPUTED: recomputed} if recomputed else {})
 
 
 def after_actions(schedule, rank, chunks, message, messages):
     """Yield the bytes that a rank keeps after each action. message: bytes of one message."""
     bytes_kept = {}  # {(what, micro-batch, chunk that needs it): bytes}
-    sent = deque()  # keys in transit
+    sent = deque()  # (key in transit, key of what autograd keeps)
     mail = deque(m for m in messages if rank in (m.source, m.destination))
+    has_constants = any(chunk.constants for chunk in chunks)
     for kind, j, chunk in schedule.actions[rank]:
         while len(sent) > IN_TRANSIT:
-            del bytes_kept[sent.popleft()]
+            key, saved = sent.popleft()
+            del bytes_kept[key]
+            if saved in bytes_kept:
+                bytes_kept[saved] += chunks[saved[2]].after_send
         while mail and mail[0].source != rank:  # receives before the next send start now
             m = mail.popleft()
             bytes_kept[m.kind, m.microbatch, m.consumer.chunk] = message
@@ -172,5 +174,8 @@ def after_actions(schedule, rank, chunks, message, messages):
             bytes_kept[what, j, to] = size
             if schedule.placement[to] != rank:
                 mail.popleft()
-                sent.append((what, j, to))
-        yield sum(bytes_kept.values())
+                sent.append(((what, j, to), ("saved", j, chunk)))
+        constants = {}
+        for what, _, at in bytes_kept if has_constants else ():
+            constants |= chunks[at].constants if what == "saved" else {}
+        yield sum(bytes_kept.values()) + sum(constants.values())

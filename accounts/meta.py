@@ -1,47 +1,55 @@
-"""Measure the work of a model's units by one forward on tensors without values. So no model needs a formula.
+"""Measure the work of a model's units by forwards on tensors without values. So no model needs a formula.
+
+All units count. After two units of one class, with equal attributes and shapes, did the same, the next ones do not run.
+A unit runs with two micro-batches: what it keeps of both is a constant. Rows that depend on values are those of ids 0.
 
 Tensors of the device "meta" have a shape and a dtype, but no memory. Communication only gives a result of its shape.
-For a run on a CPU, small units run with values: that is exact there (LayerNorm keeps its statistics in bf16), and the
+For a run on a CPU, small models run with values: that is exact there (LayerNorm keeps its statistics in bf16), and the
 first operation on meta tensors takes a second.
 """
 
 import math
-from dataclasses import replace
+from collections import Counter, defaultdict
 from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from config import SECTIONS, Config
 from parallel import comm
 from parallel.mesh import Axis
-from parallel.tensor import ParamSpec
+from parallel.tensor import Linear, ParamSpec
 from parallel.units import Model
 from parallel.watch import Watch
 
 META = torch.device("meta")
-# fields of a Config that change a unit's work, beside those of the model
-LAYOUT = ("tp", "cp", "sequence_parallel", "recompute", "dropout")
-SMALL = 2**25  # elements
+OUTSIDE = {"pp", "order", "zero", "zero_copies", "schedule", "chunks", "offload"}  # fields that change no unit
+SMALL = 2**23  # elements
+FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # {PyTorch's product: which argument is its first factor}
 
 
 class Work(NamedTuple):
     """What a unit needs for one micro-batch on one rank."""
 
-    saved: int  # bytes that it keeps for backward. A block's input counts
+    first: int  # the first unit that needs the same
+    runs: int  # forwards: 2 with full recomputation
     products: list  # (M, K, N) of each product [M, K] x [K, N] of forward. Backward has two for each
+    attention: int  # elements of q times keys, for all pairs of tokens. Its two products have 2 FLOPs for each
     moved: int  # bytes that the operations between products read and write in forward, if each is fused
     operations: int  # their number
-    attention: int  # FLOPs of attention's two products, for all pairs of tokens
+    columns: list  # elements of x of each column parallel linear
+    rows: list  # elements of y of each row parallel linear
+    exchanged: list  # elements that cp exchanges: of q, k and v of each attention, and of its result
+    operands: int  # bytes of x and dy of all linears, which W needs
+    saved: dict  # {tensor: bytes} that autograd keeps. The input of unit i is ("x", i), its output ("x", i + 1)
+    constants: dict  # the same, of tensors that all micro-batches share
 
-    def times(self, b):
-        """Return the Work of b samples."""
-        products = [(b * M, K, N) for M, K, N in self.products]
-        return Work(b * self.saved, products, b * self.moved, self.operations, b * self.attention)
+
+UNKNOWN = Work(0, 1, [], *[math.nan] * 3, *[[math.nan]] * 3, math.nan, {}, {})
 
 
 def attention(q, k, v, cache=None):
@@ -53,54 +61,77 @@ def attention(q, k, v, cache=None):
 OPS = SimpleNamespace(**vars(reference) | {"attention": attention})
 
 
-class Products(TorchFunctionMode):
-    """Context: list the matrix products, as in `Work.products`."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result, name = function(*args, **(kwargs or {})), function.__name__.strip("_")
-        if name in ("mm", "matmul", "linear", "addmm"):
-            a = args[name == "addmm"]
-            self.found.append((math.prod(a.shape[:-1]), a.shape[-1], result.shape[-1]))
-        return result
-
-
-class Counted:
-    """Operations (`reference.OPERATIONS`) that count what they read and write: each argument and each result once."""
+class Counts(TorchDispatchMode):
+    """Context: count the work of a forward. The unit uses the operations `ops`, and `linear` for `Linear.forward`."""
 
     def __init__(self, ops):
-        self.moved = self.operations = self.attention = 0
-        self.ops = SimpleNamespace(**vars(ops))
+        super().__init__()
+        self.forward, self.ops = Linear.forward, SimpleNamespace(**vars(ops))
         for name in reference.OPERATIONS:
-            setattr(self.ops, name, self.counting(name, getattr(ops, name)))
+            setattr(self.ops, name, self.counting(getattr(ops, name)))
 
-    def counting(self, name, function):
+    def begin(self):
+        self.attention = self.moved = self.operations = 0
+        self.products, self.columns, self.rows, self.exchanged, self.operands = [], [], [], [], {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        if name in FACTORS:
+            a, b = args[FACTORS[name] :][:2]
+            self.products.append((a.numel() // a.shape[-1], a.shape[-1], b.shape[-1]))
+        elif name.startswith("_scaled_dot_product"):
+            q, k, v = args[:3]
+            self.attention += q.numel() * k.shape[2]
+            self.exchanged += [q.numel() + k.numel() + v.numel(), result[0].numel()]
+        return result
+
+    def counting(self, function):
+        """Return an operation that counts what it reads and writes: each argument and each result once."""
+
         def run(*args, **kwargs):
             results = function(*args, **kwargs)
             both = *args, *(results if isinstance(results, tuple) else [results])
             tensors = [x for x in both if isinstance(x, torch.Tensor) and x.dim() > 1]
             self.moved += sum(x.numel() * x.element_size() for x in tensors)
             self.operations += 1
-            if name == "attention":
-                q, keys = args[0], args[1].shape[1]
-                self.attention += 4 * q.numel() * keys
             return results
 
         return run
 
+    def linear(self, ctx, x, w, *rest):
+        y = self.forward(ctx, x, w, *rest)
+        (M, K, N), cut, item = self.products[-1], w.spec.tp_dim, x.element_size()
+        if cut == w.dim() - 1:
+            self.rows.append(M * N)
+        elif cut is not None:
+            self.columns.append(M * K)
+        self.operands[storage_id(x) if M == len(x) else object()] = item * M * K  # x itself, or gathered
+        self.operands[object()] = item * M * N  # dy
+        return y
+
+
+class Trial:
+    """A forward y of a unit. saved: {storage: tensor} that autograd keeps."""
+
+    def __init__(self, unit, x, batch, counts):
+        self.unit, self.x, saved = unit, x, {}
+        self.saved = saved  # a hook that knew self would keep the graph alive
+
+        def pack(tensor):
+            return saved.setdefault(storage_id(tensor), tensor.detach())
+
+        counts.begin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counts:
+            self.y = unit(x, batch)
+
 
 def work_of(c, item, on_cpu=False):
-    """Return {unit: Work} of a micro-batch, or None if the units don't run without values. item: bytes of an element.
-
-    Tensors that several units keep count once, in the first.
-    """
-    small = on_cpu and c.hidden_size * (c.seq_length + c.padded_vocab_size + 3 * c.ffn_size) <= SMALL
-    fields = {name: getattr(c, name) for name in (*SECTIONS["model"], *LAYOUT)} | {"num_layers": min(2, c.num_layers)}
-    one = cached_work(item, torch.device("cpu") if small else META, **fields)
-    return one and {unit: work.times(c.micro_batch_size) for unit, work in one.items()}
+    """Return [the Work of each unit], or None if the units don't run without values. item: bytes of an element."""
+    tokens = c.micro_batch_size * c.seq_length
+    elements = c.hidden_size * (c.num_layers * (tokens + 3 * c.ffn_size) + c.padded_vocab_size)
+    names = {*SECTIONS["model"], *SECTIONS["layout"], "micro_batch_size"} - OUTSIDE
+    fields = {name: getattr(c, name) for name in sorted(names)}
+    return cached_work(item, torch.device("cpu") if on_cpu and elements <= SMALL else META, **fields)
 
 
 @cache
@@ -113,45 +144,63 @@ def cached_work(item, device, **fields):
 
 @torch.enable_grad()
 def measured(c, item, device):
-    """Return `work_of` for one sample. Raises any error of the model."""
-    dtype = next(dtype for dtype in (torch.float64, torch.float32, torch.bfloat16) if dtype.itemsize == item)
-    counts = Counted(OPS if device == META else reference)
+    """Return `work_of`. Raises any error of the model."""
+    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[item]
+    counts = Counts(OPS if device == META else reference)
     model = Model(c, axis("tp", c.tp), counts.ops, axis("cp", c.cp))
-    ids = torch.zeros(1, c.seq_length, dtype=torch.int64)
     give_parameters(model, c.tp, dtype, device)
-    batch, table, x = model.micro_batch(ids, ids, ids[:, 0]), {}, None
-    of_batch = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    batch = replace(batch, **of_batch)
-    with mock.patch.object(comm, "collective", lambda *_, result, **__: comm.Pending(result)):
-        known = {storage_id(tensor): tensor for tensor in (*model.parameters(), batch.rows)}
-        embedding, block, *_, head = model.units
-        # the first block keeps what all blocks share
-        for name, unit in {"embedding": embedding, "first block": block, "block": block, "head": head}.items():
-            saved, x = {}, None if x is None else x.detach().requires_grad_()
-            before = counts.moved, counts.operations, counts.attention
-
-            def pack(tensor, saved=saved):
-                return saved.setdefault(storage_id(tensor), tensor.detach())
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Products() as products:
-                y = unit(x, batch)
-                if name == "head":  # it computes its logits in backward
+    batch, x, tried, trials = batch_of(model, device), None, defaultdict(list), []
+    with (
+        mock.patch.object(comm, "collective", lambda *_, result, **__: comm.Pending(result)),
+        mock.patch.object(Linear, "forward", staticmethod(counts.linear)),
+    ):
+        for unit, unit_specs in zip(model.units, model.unit_specs, strict=True):
+            several = tried[key_of(unit, unit_specs)]
+            if len(several) < 2 or several[-2].work != several[-1].work:
+                several.append(t := Trial(unit, x, batch, counts))
+                runs = 1 + (c.recompute == "full" and unit.recomputable)
+                sizes = [tensor.untyped_storage().nbytes() for tensor in t.saved.values()]
+                computed = counts.products, counts.attention, counts.moved, counts.operations
+                sends = counts.columns, counts.rows, counts.exchanged
+                t.work = Work(0, runs, *computed, *sends, sum(counts.operands.values()), sizes, {})
+                if unit is model.units[-1]:  # it computes its logits in backward
                     with torch.no_grad():
-                        unit(x, batch)
-            known |= {storage_id(tensor): tensor for tensor in (x, y) if tensor is not None}
-            new = [tensor for key, tensor in saved.items() if key not in known]
-            new += {"embedding": [], "head": [y]}.get(name, [x])
-            after = counts.moved, counts.operations, counts.attention
-            size = sum(tensor.untyped_storage().nbytes() for tensor in new)
-            table[name] = Work(size, products.found, *(b - a for a, b in zip(before, after, strict=True)))
-            known |= saved
-            x = y
-    del table["first block"]
-    return table
+                        Trial(unit, x, batch, counts)
+                    between = t.work.moved + counts.moved, t.work.operations + counts.operations
+                    t.work = t.work._replace(products=counts.products, moved=between[0], operations=between[1])
+                x = t.y.detach().requires_grad_()
+            trials.append(several[-1])
+        batch, tried = batch_of(model, device), [t for several in tried.values() for t in several]
+        again = {t: Trial(t.unit, t.x, batch, counts).saved for t in tried}
+    states, kinds, works = {storage_id(p) for p in model.parameters()}, [t.work for t in trials], []
+    times = Counter(key for t in tried for key in t.saved)
+    for i, t in enumerate(trials):
+        ends = {storage_id(t.y): ("x", i + 1)} | {storage_id(t.x): ("x", i)}
+        tables = saved, constants = {}, {}
+        for key in t.saved.keys() - states:
+            name = ends.get(key, key if times[key] > 1 else (i, key))
+            tables[key in again[t] and key not in ends][name] = t.saved[key].untyped_storage().nbytes()
+        works.append(t.work._replace(first=kinds.index(t.work), saved=saved, constants=constants))
+    saved["x", len(works)] = t.y.untyped_storage().nbytes()  # the executor keeps the losses
+    return works
+
+
+def key_of(unit, unit_specs):
+    """Return what is equal for units that do the same. Their `index` differs."""
+    plain = {name: value for name, value in vars(unit).items() if type(value) in (bool, int, float, str)}
+    return str((type(unit), plain | {"index": 0}, [(spec.shape, spec.tp_dim) for spec in unit_specs]))
+
+
+def batch_of(model, device):
+    """Return a MicroBatch without values."""
+    shape = model.config.micro_batch_size, model.config.seq_length
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    return model.micro_batch(ids, ids, ids[:, 0])
 
 
 def storage_id(tensor):
-    return tensor.untyped_storage()._cdata  # storages without memory have no address
+    # a storage without memory has no address; the embedding has no input
+    return tensor is not None and tensor.untyped_storage()._cdata
 
 
 def axis(name, n):
@@ -165,4 +214,6 @@ def give_parameters(model, t, dtype, device):
         for key, spec in list(vars(module).items()):
             if isinstance(spec, ParamSpec):
                 empty = torch.empty(spec.local_shape(t), dtype=dtype, device=device)
-                setattr(module, key, params.setdefault(spec, torch.nn.Parameter(empty)))
+                p = params.setdefault(spec, torch.nn.Parameter(empty, requires_grad=not spec.frozen))
+                p.spec = spec
+                setattr(module, key, p)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import config as configuration
 from accounts import draw
 from accounts.devices import DEVICES
-from accounts.search import FIELDS, PLAIN, model_of
+from accounts.search import FIELDS, PLAIN, table_of
 from errors import UserError, exit_on_user_error, explained
 from options import Parser
 from parallel import schedules
@@ -78,13 +78,13 @@ def short_box(box):
 
 
 @cache
-def model_named(name):
-    return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"))
+def table_named(name):
+    return table_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"))
 
 
 def bytes_of_ranks(model, m, dp=1, **fields):
     """Return [{part: bytes}] of the pipeline ranks of a layout."""
-    facts = model_named(model)
+    facts = table_named(model)
     fields["chunks"] = schedules.usual_chunks(fields["schedule"])
     samples = fields.get("micro_batch_size", 1)
     c = replace(facts.config, **PLAIN | fields, global_batch_size=samples * m * dp)

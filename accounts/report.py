@@ -96,7 +96,7 @@ def sum_of(sizes):
 
 
 def number(count):
-    return "not known" if count is None else f"{float(count):,.0f}"
+    return "not known" if count is None or count != count else f"{float(count):,.0f}"
 
 
 def aligned(rows, words):

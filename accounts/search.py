@@ -16,6 +16,7 @@ These layouts are not listed, because another one is better. Set their fields to
 """
 
 import gc
+import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -26,8 +27,7 @@ from tqdm import tqdm
 import config as configuration
 from accounts import ledger, memory, zero_states
 from accounts.bubbles import FORMULAS
-from accounts.flops import hardware_flops, model_flops
-from accounts.matrices import matrices_of
+from accounts.flops import hardware_flops
 from accounts.meta import work_of
 from accounts.seconds import Step, schedule
 from errors import UserError
@@ -61,7 +61,7 @@ def messages_of(*numbers):
     return simulation.messages(schedule(*numbers))
 
 
-class Model:
+class ByteTable:
     """The bytes of any layout of one model."""
 
     def __init__(self, config):
@@ -69,6 +69,7 @@ class Model:
         self.wide = max(4, self.item)
         self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
+        self.flops = cache(lambda recompute: hardware_flops(replace(config, recompute=recompute), 1))
         self.sizes = cache(lambda layout: zero_states.sizes(layout.config, self.item, self.wide, on_cpu=False))
 
     def layout(self, dp, *fields):
@@ -125,20 +126,21 @@ class Model:
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         momentum = 0
         if c.optimizer == "muon" and largest:  # a block's momentum, three tensors like its largest parameter
-            elements = max(m.elements for m in matrices_of(c))
+            specs = [spec for bucket in layout.buckets(rank).values() for spec in bucket.specs]
+            elements = max((math.prod(spec.shape) for spec in specs if spec.matrix), default=0)
             momentum = self.wide * (3 * elements + largest[0] * (layout.zero_stage > 0))
         update = max(0, momentum - parts["activations"])
         return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}
 
 
 @cache
-def _model(**fields):
-    return Model(configuration.Config(**fields))
+def _table(**fields):
+    return ByteTable(configuration.Config(**fields))
 
 
-def model_of(config):
-    """Return the Model that all layouts of a Config share."""
-    return _model(**vars(config) | PLAIN)
+def table_of(config):
+    """Return the ByteTable that all layouts of a Config share."""
+    return _table(**vars(config) | PLAIN)
 
 
 # --- which layouts ----------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def check_search(c, has_days):
     configuration.check_values(c)
     days = has_days or not c.train_epochs
     configuration.require(c, "train_epochs", days, "plan.py does not know the data; set --tokens, for the days")
-    runs = work_of(replace(c, **PLAIN, cp=1), 4)
+    runs = work_of(replace(c, **PLAIN, cp=1), 2)
     configuration.require(c, "model", runs, "its units do not run on tensors without values")
 
 
@@ -197,13 +199,16 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
     exact=False is fast: it guesses the bubble.
     """
     c = replace(c, dtype=device.dtype if c.dtype == "auto" else c.dtype)
-    model, p, batch, dp = model_of(c), c.pp, c.global_batch_size, gpus // (c.tp * c.pp)
-    m, layout = number_of_micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
-    rows = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, p - 1), p - 1}}
-    step = Step(c, layout, model.sizes(layout), rows, device, m, exact)
+    table, p, batch, dp = table_of(c), c.pp, c.global_batch_size, gpus // (c.tp * c.pp)
+    m, layout = number_of_micro_batches(c, batch, dp), table.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     # The fullest rank: 0 (most in flight), the first or last with a block more, p-1 (logits), or Chimera's p/2.
-    ranks = {0, min(1, p - 1), c.num_layers % p, max(0, p - 2), p - 1, p // 2 if c.schedule == "chimera" else 0}
-    bytes_of = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
+    blocks = len(table.unit_specs) - 2
+    ranks = {0, min(1, p - 1), blocks % p, max(0, p - 2), p - 1, p // 2 if c.schedule == "chimera" else 0}
+    if len({work.first for work in work_of(layout.config, table.item)}) > 3:  # the blocks are not alike
+        ranks = {*range(p)}
+    rows = {rank: table.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, p - 1), p - 1}}
+    step = Step(c, layout, table.sizes(layout), rows, device, m, exact)
+    bytes_of = {rank: table.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
     available = step.seconds * gpus * device.peak(c.dtype)  # FLOPs
     facts = {
@@ -216,8 +221,8 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
         "memory_bytes": bytes_of[fullest],
         "fits": sum(bytes_of[fullest].values()) <= device.memory_bytes,
         "capacity_bytes": device.memory_bytes,
-        "mfu": model_flops(c, batch) / available,
-        "hfu": hardware_flops(c, batch) / available,
+        "mfu": batch * table.flops("none") / available,
+        "hfu": batch * table.flops(c.recompute) / available,
         "tokens_per_second": batch * c.seq_length / step.seconds,
         "days": (tokens / (batch * c.seq_length) if tokens else c.train_iters) * step.seconds / 86400,
         "arithmetic": [*step.block, *step.lines],

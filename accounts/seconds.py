@@ -23,7 +23,6 @@ import numpy as np
 from accounts import meta, zero_states
 from accounts.bubbles import FORMULAS
 from accounts.ledger import ranks_of
-from accounts.matrices import matrices_of
 from accounts.zero_states import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
@@ -48,8 +47,8 @@ class Step:
     """A step: `seconds`, their `parts` as {part: seconds}, and `bubble`, its share of the pipeline's time.
 
     layout, z: with b = 1; sent: {rank: table of `ledger.predict_sent`} of c's step; m: micro-batches of a
-    data rank. exact: simulate the schedule. lines: (name, formula, seconds) of each part; block: of what a block and
-    the head do.
+    data rank. exact: simulate the schedule. lines: (name, formula, seconds) of each part; block: of what the
+    units do, each kind once.
     """
 
     def __init__(self, c, layout, z, sent, device, m, exact=True):
@@ -84,8 +83,8 @@ class Step:
     # --- computation --------------------------------------------------------------------------------------------------
 
     def unit(self, work):
-        """Return the seconds (F, I, W) of a unit, without communication."""
-        device, z = self.device, self.z
+        """Return the seconds (F, I, W) of a unit, without communication. work: of one sample."""
+        device, z, b = self.device, self.z, self.c.micro_batch_size
 
         def product(M, K, N, result=z.item):
             """result: bytes moved for an element of the result."""
@@ -98,11 +97,11 @@ class Step:
 
         # Attention has the lower triangle. Its backward has five products instead of two.
         share = device.attention * min(1.0, (2048 / self.c.seq_length) ** device.decline)
-        triangle = work.attention / 2 / (self.peak * share)
-        passes = work.moved / self.memory + work.operations * device.operation
-        F = sum(product(M, K, N) for M, K, N in work.products)
-        I = sum(product(M, N, K) for M, K, N in work.products)
-        W = sum(product(K, M, N, 2 * z.wide) for M, K, N in work.products)
+        triangle = 2 * b * work.attention / (self.peak * share)
+        passes = b * work.moved / self.memory + work.operations * device.operation
+        F = sum(product(b * M, K, N) for M, K, N in work.products)
+        I = sum(product(b * M, N, K) for M, K, N in work.products)
+        W = sum(product(K, b * M, N, 2 * z.wide) for M, K, N in work.products)
         return F + triangle + passes, I + 2.5 * triangle + BACKWARD * passes, W
 
     def stages(self):
@@ -111,40 +110,48 @@ class Step:
         F and I contain the recomputation and what nothing hides of tp and cp.
         """
         c, layout, z = self.c, self.layout, self.z
-        units = meta.work_of(c, z.item)
-        F, I, W = self.unit(units["block"])
-        formula = "products; F, I: attention, bytes of the other operations / rate"
-        self.block += [(f"{kind} of a block", formula, x) for kind, x in {"F": F, "I": I, "W": W}.items()]
-        in_F, in_I = self.tensor_parallel(W)
-        elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
-        over_cp = self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * z.item))  # in I as long
-        again = (F + in_F + over_cp) * (c.recompute == "full")
-        block = F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
-        head = sum(self.unit(units["head"]))
-        self.block.append(("F, I and W of the head", formula, head))
-        embedding = (6 * z.item + 3 * z.wide) * tokens_of_rank(c) * c.hidden_size / self.memory
-        counts, pipelines = [], sum(0 in of_chunk for of_chunk in layout.units)
+        works, counts = meta.work_of(layout.config, z.item), []
+        firsts = sorted({work.first for work in works})
+        seconds = [self.of_unit(i, works[i], works[i] is works[-1]) for i in firsts]
         for rank in range(c.pp):
-            of_rank = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
-            first, last = of_rank.count(0), of_rank.count(len(layout.unit_specs) - 1)
-            counts.append((len(of_rank) - first - last, first, last))
+            of_rank = [works[unit].first for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
+            counts.append([of_rank.count(i) for i in firsts])
         # Chimera has 2 pipelines, and each micro-batch uses one of them.
-        return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
+        return np.array(counts) @ seconds / sum(0 in of_chunk for of_chunk in layout.units)
 
-    def tensor_parallel(self, W):
-        """Return the seconds, in F and in I, of a block's collectives that no product hides.
+    def of_unit(self, i, work, is_head):
+        """Return the seconds of unit i, as `stages` does. The head does all in its backward."""
+        c, z = self.c, self.z
+        if i == 0:  # the look-ups are no operations between products
+            table = (6 * z.item + 3 * z.wide) * tokens_of_rank(c) * c.hidden_size / self.memory
+            F, I, W = self.unit(work._replace(moved=0, operations=0))
+            return F + table / 2, I + table / 2, W, 0, 0, 0
+        F, I, W = self.unit(work)
+        formula = "products; F, I: attention, bytes of the other operations / rate"
+        if is_head:
+            self.block.append(("F, I and W of the head", formula, F + I + W))
+            return 0, F + I + W, 0, 0, 0, 0
+        self.block += [(f"{kind} of unit {i}", formula, x) for kind, x in {"F": F, "I": I, "W": W}.items()]
+        in_F, in_I = self.tensor_parallel(work, W)
+        elements = c.micro_batch_size * sum(work.exchanged)
+        over_cp = self.send("cp", len(work.exchanged), sent_bytes("all_to_all", c.cp, elements * z.item))
+        again = (F + in_F + over_cp) * (work.runs - 1)
+        return F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
+
+    def tensor_parallel(self, work, W):
+        """Return the seconds, in F and in I, of a unit's collectives that no product hides.
 
         With sequence parallelism F also gathers x before a column parallel linear, and I gathers dy of a row parallel
         linear, and x for dW. A product dW or dx hides one collective. I has no dW if W runs later.
         """
         c, sp = self.c, self.c.sequence_parallel
-        columns, rows = len(matrices_of(c, "column")), len(matrices_of(c, "row"))
+        columns, rows = len(work.columns), len(work.rows)
         whole = self.z.item * tokens_of_rank(c) * c.hidden_size
         operation = "all_gather" if sp else "all_reduce"
         each = self.send("tp", 1, sent_bytes(operation, c.tp, whole), operation)
         later = any(action.kind == "W" for action in schedule(c.schedule, c.pp, 2 * c.pp, c.chunks).actions[0])
         beside = columns * (1 + sp - later)
-        hidden = min(each, W / (columns + rows))
+        hidden = min(each, W / max(1, columns + rows))
         return (rows + columns * sp) * each, (rows * sp + columns * later + beside) * each - beside * hidden
 
     # --- communication ------------------------------------------------------------------------------------------------
@@ -204,17 +211,18 @@ class Step:
         if self.c.optimizer != "muon":
             return 0.0
         device = self.device
-        blocks = sum(name.startswith("block") for name in self.layout.buckets(rank))
         work = moved = elements = 0
-        for m in matrices_of(self.c, "column", "row"):
-            r, k = sorted((m.outputs, m.inputs))
-            work += m.count * (20 * r * r * k + 10 * r**3 + 10 * (2 * r + k) * device.wave)
-            moved += m.count * 5 * (4 * r * k + 5 * r * r)
-            elements += m.elements
+        for spec in (spec for bucket in self.layout.buckets(rank).values() for spec in bucket.specs):
+            if spec.matrix and not spec.frozen:
+                *several, outputs, inputs = spec.shape
+                count, (r, k) = math.prod(several), sorted((outputs, inputs))
+                work += count * (20 * r * r * k + 10 * r**3 + 10 * (2 * r + k) * device.wave)
+                moved += count * 5 * (4 * r * k + 5 * r * r)
+                elements += count * outputs * inputs
         products = work / (self.peak * device.matrix)
         elements = 2 * elements // self.c.tp // self.layout.shards  # u to the device, O back
         copies = self.c.offload * elements * self.z.wide / device.host_rate
-        return blocks * (products + moved * self.z.item / self.memory + copies)
+        return products + moved * self.z.item / self.memory + copies
 
 
 def rings(c, layout, device):

@@ -1,5 +1,6 @@
 """Units on tensors without values need what a run needs, also those of a model of your own."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -10,6 +11,8 @@ import config as configuration
 import plan
 from accounts import flops, limits, memory, meta, traffic
 from errors import UserError
+from parallel.units import unit_specs
+from testing.record import check_bytes, record
 from testing.tiny import CPU, tiny_config
 
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24)
@@ -20,16 +23,18 @@ def test_the_products_are_those_of_the_weights(fields):
     """Two counts: the products that run, and the shapes of the parameters. 2 FLOPs for each element and token."""
     for t, sp in [(1, False), (2, True)]:
         c = tiny_config(1, t, sequence_parallel=sp, **fields)
-        n, work = c.micro_batch_size * c.seq_length, meta.work_of(c, 4)
-        found = [sum(2 * M * K * N for M, K, N in work[unit].products) for unit in ("block", "head")]
-        assert found == [2 * n * weights // t for weights in flops.weights(c)]
-        assert work["block"].attention == 4 * n * c.seq_length * c.hidden_size // t
+        n, (_, *blocks, head) = c.micro_batch_size * c.seq_length, meta.work_of(c, 4)
+        matrices = [spec for spec in unit_specs(c)[1] if spec.matrix]
+        weights = sum(math.prod(spec.shape) for spec in matrices), c.padded_vocab_size * c.hidden_size
+        found = [flops.forward_flops(work._replace(attention=0)) for work in (blocks[0], head)]
+        assert found == [2 * n * elements // t for elements in weights]
+        assert blocks[0].attention == n * c.seq_length * c.hidden_size // t
 
 
 def test_a_block_reads_and_writes_what_its_kernels_do():
     """By hand, in [n, h]: norm 1 three; q, k, v, y of attention; norm 2 four; GELU 4 + 4; the last sum three."""
     c = tiny_config(1)
-    work = meta.work_of(c, 4)["block"]
+    work = meta.work_of(c, 4)[1]
     assert (work.moved, work.operations) == ((3 + 4 + 4 + 8 + 3) * 4 * 64 * 32, 5)
 
 
@@ -49,7 +54,7 @@ def test_a_block_keeps_what_was_counted_by_hand(fields, outside, inside, statist
     tokens, h, a = c.micro_batch_size * c.seq_length, c.hidden_size, c.num_attention_heads
     rows = tokens // t if sp else tokens
     kept = item * h * (outside * rows + inside * tokens // t) + 4 * statistics * rows + 4 * a * tokens // t
-    assert meta.work_of(c, item)["block"].saved == kept
+    assert sum(meta.work_of(c, item)[1].saved.values()) == kept
 
 
 def test_a_llamas_block_keeps_what_was_counted_by_hand():
@@ -58,7 +63,7 @@ def test_a_llamas_block_keeps_what_was_counted_by_hand():
     n, h, f, groups = c.micro_batch_size * c.seq_length, c.hidden_size, c.ffn_size, c.query_groups
     vectors = 4 * h + h + 2 * h * groups // c.num_attention_heads + h + 3 * f
     small = 2 * n + n * c.num_attention_heads  # a number of each RMSNorm; log-sum-exp
-    assert meta.work_of(c, 4)["block"].saved == 4 * (n * vectors + small)
+    assert sum(meta.work_of(c, 4)[1].saved.values()) == 4 * (n * vectors + small)
 
 
 @pytest.fixture
@@ -95,6 +100,94 @@ def test_a_parameter_of_two_units_is_measured(mine):
     assert "not known" not in text
 
 
+# Each second block has an MLP of 8h. All blocks share a constant, each has one of its own, and tanh keeps its result.
+ALTERNATING = """from model import *
+import functools
+import model
+
+@functools.cache
+def constant(rows, dtype, device, owner):
+    return torch.full((rows, 1), 0.9, dtype=dtype, device=device)
+
+class Changed(model.Block):
+    def forward(self, x, batch):
+        for owner in ("all", self.index):
+            x = x * constant(len(x), x.dtype, x.device, owner)
+        return torch.tanh(super().forward(x, batch))
+
+def units(c, tp, ops, cp):
+    first, *blocks, head = model.units(c, tp, ops, cp)
+    for i, block in enumerate(blocks):
+        block.__class__ = Changed
+        if i % 2:
+            h, sp = c.hidden_size, c.sequence_parallel
+            block.mlp.fc1 = ColumnParallelLinear(f"block{i}.fc1", (8 * h, h), 0.02, tp, sp, adds_bias=False)
+            block.mlp.fc2 = RowParallelLinear(f"block{i}.fc2", (h, 8 * h), 0.02, tp, sp)
+    return [first, *blocks, head]
+"""
+# Attention and MLP are units of their own. The head has an MLP, too.
+HALVES = """from model import *
+import model
+
+class Attention(nn.Module):
+    recomputable = True
+    attention = model.Block.attention
+
+    def __init__(self, block):
+        super().__init__()
+        self.ln1, self.qkv, self.proj, self.index = block.ln1, block.qkv, block.proj, block.index
+        self.head_size, self.ops, self.cp = block.head_size, block.ops, block.cp
+
+    def forward(self, x, batch):
+        x, y = self.ln1(x)
+        return self.ops.add_(self.attention(y, batch), x, self.proj.bias)
+
+class Half(nn.Module):
+    recomputable = True
+
+    def __init__(self, block):
+        super().__init__()
+        self.ln2, self.mlp, self.ops = block.ln2, block.mlp, block.ops
+
+    def forward(self, x, batch):
+        x, y = self.ln2(x)
+        return self.ops.add_(self.mlp(y, batch), x, self.mlp.bias)
+
+class Long(model.Head):
+    def forward(self, x, batch):
+        return super().forward(x + self.mlp(x, batch), batch)
+
+def units(c, tp, ops, cp):
+    first, *blocks, head = model.units(c, tp, ops, cp)
+    head.__class__, head.mlp = Long, model.MLP(c, "head", 0.02, 0.02, tp, ops)
+    return [first, *(half(block) for block in blocks for half in (Attention, Half)), head]
+"""
+
+
+UNLIKE = [(ALTERNATING, 2 * 12 + 2 * 20, 0), (HALVES, 4 * 12 + 8, 10)]
+
+
+@pytest.mark.parametrize("text, elements, head", UNLIKE, ids=["alternating", "halves"])
+@pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("zb-h1", "full")])
+def test_all_units_count(mine, text, elements, head, schedule, recompute):
+    """FLOPs by hand, and the bytes of a run. elements: of weights, except the word table's, in h^2.
+
+    head: vectors of a token that W needs: x and dy of the head's linears.
+    """
+    c = tiny_config(1, num_layers=4, schedule=schedule, recompute=recompute, **mine(text))
+    h, s = c.hidden_size, c.seq_length
+    forward = 2 * s * (elements * h**2 + c.padded_vocab_size * h + 4 * 2 * s * h)
+    assert flops.model_flops(c, 5) == 5 * 3 * forward
+    assert meta.work_of(c, 8, on_cpu=True)[-1].operands == 8 * 8 * s * head * h, "operands of the head"
+    check_bytes([record(c)])
+
+
+def test_a_field_of_the_layout_may_change_a_unit(mine, monkeypatch):
+    monkeypatch.setitem(configuration.SECTIONS, "layout", [*configuration.SECTIONS["layout"], "keep"])
+    fields = mine("import llama\n\ndef units(c, *rest):\n    return [x for x in llama.units(c, *rest)][: c.keep]\n")
+    assert [len(meta.work_of(tiny_config(1, keep=keep, **fields), 4)) for keep in (2, 3)] == [2, 3]
+
+
 LOOKS = """from llama import *
 import llama
 
@@ -112,12 +205,16 @@ def units(*arguments):
 """
 
 
-def test_a_model_that_needs_values_is_measured_on_a_cpu_alone(mine):
+def test_a_model_that_needs_values_is_measured_on_a_cpu_alone(mine, monkeypatch):
     c, gpu = tiny_config(1, dtype="fp32", recompute="full", **mine(LOOKS)), torch.device("cuda")
     text = traffic.predicted_tables(p := traffic.predict_step(c, 1, gpu))
     assert text.count("not known") == 2 and "model states" in text
     states = [size for what, size in p.bytes_kept[0].items() if what not in (memory.PEAK, memory.RECOMPUTED)]
     assert limits.needed(c, 1, gpu) == sum(states) < limits.needed(c, 1, CPU)
+    monkeypatch.setattr(meta, "SMALL", 0)
+    assert math.isnan(flops.model_flops(c, 1))
+    text = traffic.predicted_tables(traffic.predict_step(replace(c, tp=2), 2, gpu))
+    assert "not known" in next(line for line in text.splitlines() if line.startswith("tp"))
     with pytest.raises(UserError, match="model=mine: its units do not run on tensors without values"):
         plan.main(["configs/llama_tiny.py", "--model=mine", "--gpus=8"])
 

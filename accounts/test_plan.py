@@ -63,7 +63,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
         except UserError:
             continue
         checked += 1
-        known, made = search.model_of(replace(base, dtype="bf16")), simulation.build(name, p, m, chunks)
+        known, made = search.table_of(replace(base, dtype="bf16")), simulation.build(name, p, m, chunks)
         layout, short = Layout(c, dp, known.unit_specs, made), known.layout(dp, *fields.values())
         for rank in range(p):
             sent, expected = known.sent(short, m, b, rank), ledger.predict_sent(layout, made, rank, 0, 2, 4)
@@ -125,7 +125,7 @@ def test_korthikanti_figure_1(sizes, batch, b, row):
         c = replace(config, sequence_parallel=sp)
         small = 4 * 4 * b * TOKENS // (tp if sp else 1)  # LayerNorms' statistics
         small += 4 * b * TOKENS * heads // tp  # log-sum-exp
-        ours = meta.work_of(c, 2)["block"].saved - small
+        ours = sum(meta.work_of(c, 2)[1].saved.values()) - small
         masks = 2 * bsh // (tp if sp else 1)
         matrices = 0 if sp else 5 * heads * TOKENS * bsh // (h * tp)
         assert blocks * (ours + masks + matrices) == GiBs * 2**30
@@ -343,7 +343,7 @@ FULLEST = [  # (rank, number of ranks, change)
 def test_the_fullest_rank_is_found_wherever_it_is(rank, pp, change):
     sizes = dict(num_layers=8, hidden_size=256, seq_length=512, pp=pp, micro_batch_size=1, global_batch_size=16)
     c = replace(SMALL, **sizes | change)
-    model, facts = search.model_of(replace(c, dtype="bf16")), search.facts_of(c, pp, A100)
+    model, facts = search.table_of(replace(c, dtype="bf16")), search.facts_of(c, pp, A100)
     layout = model.layout(1, *(getattr(c, name) for name in search.FIELDS[:-1]))
     sums = [sum(model.on_gpu(c, layout, facts["micro_batches"], stage).values()) for stage in range(pp)]
     assert sum(facts["memory_bytes"].values()) == sums[facts["fullest_rank"]] == sums[rank] == max(sums)
@@ -359,7 +359,7 @@ def test_parts_sum_to_the_step():
     values = {name: value for name, _, value in facts["arithmetic"]}
     assert sum(facts["step_parts"].values()) == facts["step_seconds"] > 0
     assert facts["mfu"] <= facts["hfu"] < 1 and 0 <= facts["bubble"] < 1
-    block = sum(values[f"{kind} of a block"] for kind in "FIW")
+    block = sum(values[f"{kind} of unit 1"] for kind in "FIW")
     assert 2 * 64 * block < facts["step_parts"]["compute"] < 2.2 * 64 * block
 
 

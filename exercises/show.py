@@ -22,7 +22,7 @@ import torch
 import config as configuration
 import train
 from accounts import scaling
-from accounts.flops import hardware_flops, model_flops
+from accounts.flops import forward_flops, hardware_flops, model_flops, units
 from accounts.report import aligned
 from accounts.traffic import predict_step
 from accounts.zero_states import rank_states
@@ -118,10 +118,9 @@ def schemes():
 
 def flops_of_rank_0(layout):
     """Return rank 0's share of the FLOPs of a step. The embedding costs none."""
-    c, names = layout.config, layout.buckets(0)
-    head = model_flops(c, 1, block_forwards=0) / model_flops(c, 1)
-    blocks = sum(name.startswith("block") for name in names) / c.num_layers
-    return (blocks * (1 - head) + head * ("head" in names)) / layout.data_ranks / c.tp
+    c, counts = layout.config, [forward_flops(work) for work in units(layout.config)]
+    mine = sum(counts[unit] for chunk in layout.chunks(0) for unit in layout.units[chunk])
+    return mine / sum(counts) / layout.data_ranks / c.tp
 
 
 def batch(steps=3):

@@ -64,7 +64,7 @@ def sent_bytes(operation, ranks, whole_bytes):
     """Return the bytes that a rank sends. whole_bytes: N."""
     if operation == "send":
         return whole_bytes
-    return Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
+    return Fraction(RING[operation] * (ranks - 1), ranks) * whole_bytes
 
 
 def group_options(backend, timeout=None):
