@@ -248,7 +248,8 @@ def sort_key(facts):
 def rank_all(config, gpus, device, fixed):
     """Return the sorted facts of the candidates, each with its Config.
 
-    If a layout does not fit, it is not tried with larger micro-batches.
+    If a layout does not fit, it is not tried with larger micro-batches, except with p micro-batches or fewer in a step:
+    there fewer of them may need less.
     """
     found, too_large = [], None
     gc.disable()  # saves a third of the time: the collector would visit all caches
@@ -257,7 +258,7 @@ def rank_all(config, gpus, device, fixed):
             layout = replace(c, micro_batch_size=1)
             if layout != too_large:
                 found.append(facts_of(c, gpus, device, exact=False) | {"config": c})
-                too_large = None if found[-1]["fits"] else layout
+                too_large = layout if not found[-1]["fits"] and found[-1]["micro_batches"] > c.pp else None
     finally:
         gc.enable()
     return sorted(found, key=sort_key)

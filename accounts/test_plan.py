@@ -477,6 +477,17 @@ def test_each_layout_that_fits_is_listed():
     assert len(found) < len(everything)
 
 
+def test_a_larger_micro_batch_that_needs_less_is_found():
+    """With zb-v and at most pp micro-batches, fewer of them need less memory."""
+    words = (
+        "--recompute=full --global_batch_size=4 --num_layers=32 --seq_length=4096 --max_position_embeddings=0 --zero=0"
+    )
+    words += " --pp=4 --schedule=zb-v --chunks=2"
+    c = configuration.load(["configs/gpt3_1b3.py", *words.split()])
+    found = search.rank_all(c, 4, V100, {"tp", "pp", "schedule", "chunks", "zero", "recompute"})
+    assert [f["config"].micro_batch_size for f in found if f["fits"]] == [2]
+
+
 def test_7b_fits_on_four_gpus_as_in_the_how_to():
     """GPT-2 7B on 4 x 80 GB with ZeRO-1."""
     assert search.facts_of(configuration.load(["configs/gpt2_7b.py", "--dtype=fp16"]), 4, A100)["fits"]
