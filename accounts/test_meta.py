@@ -120,9 +120,9 @@ def units(c, tp, ops, cp):
     for i, block in enumerate(blocks):
         block.__class__ = Changed
         if i % 2:
-            h, sp = c.hidden_size, c.sequence_parallel
-            block.mlp.fc1 = ColumnParallelLinear(f"block{i}.fc1", (8 * h, h), 0.02, tp, sp, adds_bias=False)
-            block.mlp.fc2 = RowParallelLinear(f"block{i}.fc2", (h, 8 * h), 0.02, tp, sp)
+            h = c.hidden_size
+            block.mlp.fc1 = ColumnParallelLinear(f"block{i}.fc1", (8 * h, h), 0.02, c, tp, adds_bias=False)
+            block.mlp.fc2 = RowParallelLinear(f"block{i}.fc2", (h, 8 * h), 0.02, c, tp)
     return [first, *blocks, head]
 """
 # Attention and MLP are units of their own. The head has an MLP, too.
