@@ -236,6 +236,7 @@ class Executor:
             bucket.start_gather()
         for bucket in chunk.buckets[i]:
             bucket.gather()
+            bucket.param.views.set_hidden(False)  # units read them from here on
 
     def _reduce(self, bucket):
         passes = self.step.passes

@@ -143,19 +143,18 @@ class Bucket:
             rule = RULES[zero.config.optimizer]
             self.moments = [torch.zeros_like(self.master) for _ in range(rule.moments)]
             self.state = [torch.zeros_like(self.master) for _ in range(rule.state)]
-        pieces = layout.pieces(0, self.size)
-        self.params = [self._parameter(piece, zero.master_dtype) for piece in pieces]
+        self.params = [self._parameter(piece) for piece in layout.pieces(0, self.size)]
         self.param.close()
         if training:
             self.grad.close()
 
-    def _parameter(self, piece, master_dtype):
+    def _parameter(self, piece):
         """Return an nn.Parameter. It and its `.grad` are views: backward adds to the flat buffer."""
         shape = piece.spec.local_shape(self.layout.tp)
         p = nn.Parameter(piece.of(self.param.whole).view(shape), requires_grad=not piece.spec.frozen)
         p.spec, p.deferred = piece.spec, None
         if self.grad is not None:
-            p.grad_dtype = master_dtype
+            p.grad_dtype = self.grad.whole.dtype
             p.grad = piece.of(self.grad.whole).view(shape)
             p.grad.spec = p.spec
             self.grad.views.append(p.grad)
@@ -177,7 +176,6 @@ class Bucket:
         self.start_gather()
         if self.gathering:
             self.gathering.wait()
-        self.param.views.set_hidden(False)
 
     def release(self):
         """Free the whole parameters (stage 3)."""
@@ -281,11 +279,12 @@ class Zero:
         # a group of its own: a sum must not delay the next gather
         self.shards_for_sums = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layout.check_holders()
-        layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
+        layouts = layout.buckets(mesh.pp.rank)
         # sorted: all holders of a bucket need the same order of calls
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}
-        for name, bucket in layouts.items():  # each frees its whole buffers before the next
-            self.buckets[name] = Bucket(bucket, self, holders[name], training)
+        self.buckets = {  # each frees its whole buffers before the next
+            name: Bucket(bucket, self, holders[name], training) for name, bucket in layouts.items()
+        }
         self.in_order = [self.buckets[name] for name in sorted(layouts)]
         params = {p.spec: p for bucket in self.in_order for p in bucket.params}
         numbers = [unit for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
@@ -403,12 +402,13 @@ class Zero:
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
-            bucket.param.views.set_hidden(bucket.shards.size > 1)  # until `gather`
+            bucket.param.views.set_hidden(bucket.shards.size > 1)  # until they are gathered
 
     def whole_parameters(self):
         """Yield this rank's new parameters, whole (with tp its slice). All data ranks must call it."""
         for bucket in self.buckets.values():
             bucket.gather()
+            bucket.param.views.set_hidden(False)
             try:
                 yield from bucket.params
             finally:
