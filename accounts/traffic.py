@@ -35,8 +35,6 @@ def predict_step(config, ranks, device=None):
     device: if it is None, dtype decides, as said at the top.
     """
     device = device or torch.device("cpu" if config.dtype == "auto" else "cuda")
-    if ranks < 1:
-        raise UserError(f"--ranks={ranks}: should be positive")
     dp = configuration.check(config, ranks)
     m = number_of_micro_batches(config, config.global_batch_size, dp)
     schedule = build_for(config, m)
@@ -76,14 +74,21 @@ def groups(layout):
     return "\n".join(f"{axis}: ranks {line}" for axis, line in lines.items())
 
 
-def main(arguments=None):
-    """Print the groups and the tables of each stage. A field of the configuration is a word, too."""
+def parsed(program, arguments=None):
+    """Return (Config, number of ranks) of a command line. A field of the configuration is a word, too."""
     usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...]"
-    parser = Parser(prog="python -m accounts.traffic", usage=usage, allow_abbrev=False)
+    parser = Parser(prog=f"python -m {program}", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of processes")
     options, fields = parser.parse_known_args(arguments)
-    prediction = predict_step(configuration.load(fields), options.ranks)
+    if options.ranks < 1:
+        raise UserError(f"--ranks={options.ranks}: should be positive")
+    return configuration.load(fields), options.ranks
+
+
+def main(arguments=None):
+    """Print the groups and the tables of each stage."""
+    prediction = predict_step(*parsed("accounts.traffic", arguments))
     print(groups(prediction.layout), predicted_tables(prediction), sep="\n\n")
 
 

@@ -1,8 +1,11 @@
 """Run one training step of one rank without a GPU and without the other ranks, and compare it with the formulas.
 
-It runs `train.build_run` and `train.train_step` on tensors of the device "meta", which have a shape and a dtype but no
-memory, and in PyTorch's fake process group, whose communication returns at once. The bytes that comm.py and meter.py
-count must equal the formulas of ledger.py and memory.py.
+    python -m testing.dry_run configs/tiny.py --ranks=8 --tp=2 --pp=2 --dtype=fp32
+
+prints what rank 0 sends and keeps: measured, beside the formulas. It runs `train.build_run` and `train.train_step` on
+tensors of the device "meta", which have a shape and a dtype but no memory, and in PyTorch's fake process group, whose
+communication returns at once. The bytes that comm.py and meter.py count must equal the formulas of ledger.py and
+memory.py.
 
 Meta tensors have no numbers, so the dry run replaces four things:
 
@@ -26,7 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import config as configuration
 import operations
 import train
-from accounts import meta, meter, report
+from accounts import meta, meter, report, traffic
+from errors import exit_on_user_error
 from parallel.mesh import Mesh
 
 
@@ -67,3 +71,16 @@ def differences(*tables):
     rows = [(key, found.get(key), formula.get(key, 0)) for found, formula in pairs for key in found | formula]
     keys = [key for key, found, formula in rows if formula is not None and found != formula]
     return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]
+
+
+def main():
+    """Print the groups and the tables of rank 0."""
+    config, ranks = traffic.parsed("testing.dry_run")
+    with started(config, ranks, 0) as run:
+        (sent, bytes_kept), who, layout = step(run), "rank 0, measured", run.layout
+        tables = report.sent_table(who, layout, sent), report.kept_table(who, layout, 0, bytes_kept)
+        print(traffic.groups(layout), *tables, sep="\n\n")
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
