@@ -7,9 +7,10 @@
     python exercise.py 8 run COMMAND   run a command in a copy of the project that has your answer
     python exercise.py hunt --seed=7   plant a defect into mine/hunt, and print a command that shows it
     python exercise.py hunt --done     judge mine/hunt; exit code 1: not yet
-    python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
+    python exercise.py grade 4 8 FOLDER FOLDER ...  judge exercises of many folders (for teachers)
     python exercise.py oral 8                       print questions to ask, and their answers (for teachers)
-    options: --limit=120   seconds that a test may need
+    options: --limit=120   seconds of CPU time that judging an exercise may need, or ten times as many on the clock
+             --csv=FILE    where `grade` writes its table, too
 
 Predict first: `start` asks for two or three numbers. The right numbers are shown once you have answered all. Your file
 stands in for the project's in a copy of the last commit, and each test there is a lamp with the idea that it stands
@@ -24,10 +25,12 @@ exercises/N.toml has the ideas in Japanese and English, the names of the functio
 (a bonus has 0), and answers for our own tests.
 """
 
-from errors import UserError, exit_on_user_error, reading, regular, shown  # isort: skip
+from errors import WRONG, UserError, exit_on_user_error, reading, shown  # isort: skip
 from options import Parser, within  # isort: skip
 import ast
 import contextlib
+import csv
+import itertools
 import os
 import random
 import re
@@ -35,15 +38,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import unicodedata
 from pathlib import Path
 
 from testing.defects import DEFECTS, planted
-from testing.judging import LIMIT, ROOT, committed, contains, copied, run, run_tests
+from testing.judging import LIMIT, ROOT, beginning, committed, contains, copied, run, run_tests
 
 MINE = ROOT / "mine"
 DATA = ROOT / "data/stdlib_bytes"
 HUNTS = [defect for defect in DEFECTS if defect.hunt]
-COLUMNS = ["points", "lamps", "predictions", "also changed"]
+COLUMNS = ["student", "exercise", "points", "lamps", "predictions", "also changed", "note"]
+EQUAL = "equal to the project's own answer"
+CSV = ["student", "exercise", "points", "predictions", EQUAL, "note"]
 NOTE = 70  # characters of a table's cell
 LINES = 16  # of a red lamp's message
 LONGEST = 10**5  # characters of an answer
@@ -58,8 +64,8 @@ HUNT = """hunt {}: mine/hunt has one defect. Train in both folders, edit the fil
 mine/hunt に不具合が1つあります。2つのフォルダで学習して比べ、mine/hunt のファイルを直し、--done で採点します。
 the project:  {command}
 the copy:     (cd mine/hunt && {command})"""
-FORMAT = """# Write one number each, without a unit, such as 8,192 or 6.02e23 or 0.6 or 5/7 (at most 1% off).
-# 数だけを1つずつ、単位を付けずに書いてください。
+FORMAT = """# Write one number each, without a unit, such as 8,192 or 6e23 or 5/7 or 4*1024 or 2**20 (at most 1% off).
+# 数だけを1つずつ、単位を付けずに書いてください。+ - * / ** の式でもかまいません。
 """
 
 
@@ -121,9 +127,10 @@ def start(number):
 
 
 def text_of(path):
-    """Return the beginning of a student's file. Raises UserError."""
-    with reading(path, MemoryError), open(regular(path), encoding="utf-8") as file:
-        return file.read(LONGEST)
+    """Return the beginning of a student's file. Raises UserError, also if another folder has it."""
+    if path.parent != MINE and not path.resolve().is_relative_to(path.parent.parent.resolve()):
+        raise UserError(f"{path}: should be a file of this folder, not a link to another one")
+    return beginning(path, LONGEST)
 
 
 def tests(*numbers):
@@ -162,10 +169,10 @@ def lamps(number, results):
 def parts_of(text, functions):
     """Return [(name, text)] of a file's classes, methods, functions and other lines, without those in `functions`.
 
-    A student's text is not parsed: it may be anything.
+    Comments are left out. A student's text is not parsed: it may be anything.
     """
     found, scope, own = [], "", [*functions]
-    lines = filter(str.strip, text.splitlines())
+    lines = filter(str.strip, re.sub(" *#.*", "", text).splitlines())
     for part in re.split(PART, "".join(f"{line}\n" for line in lines)):
         indent, kind, name = re.match(r"( *)(?:(def|class) (\w+))?", part).groups()
         if not indent:
@@ -178,83 +185,100 @@ def parts_of(text, functions):
     return found
 
 
-def also_changed(number, text):
-    """Return what the answer changes beside its functions: names of functions, and lines at the top of the file."""
+def also_changed(number, text, own=False):
+    """Return what the answer changes beside its functions: names of functions, and lines at the top of the file.
+
+    own: also those of its functions that are not the project's.
+    """
     e = exercise(number)
-    project, answer = (parts_of(each, e["functions"]) for each in (committed(e["file"]), text))
+    functions = [] if own else e["functions"]
+    project, answer = (parts_of(each, functions) for each in (committed(e["file"]), text))
     changed = [part for part in project + answer if not (part in project and part in answer)]
     return list(dict.fromkeys(name for name, _ in changed))
 
 
+def number_of(text):
+    """Return the value of a text such as 8,192 or 5/7 or 4*1024, or None if it is no number."""
+    plain = re.sub(r",(?=\d{3}\b)| ", "", unicodedata.normalize("NFKC", text))
+    with contextlib.suppress(SyntaxError, NameError, MemoryError, *WRONG):
+        if re.fullmatch(r"[\d.eE+*/()-]+", plain):  # no names
+            tree = ast.parse(plain, mode="eval")
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant):
+                    node.value = float(node.value)  # 9**9**9 is an error then, not a long number
+            return float(eval(compile(tree, "", "eval")))
+
+
 def right_number(question):
     """Return the right answer: a derivation's last term. The tests compare it with the formula."""
-    return float(eval(question["derivation"].rpartition("=")[2]))
-
-
-def predictions(number, mine):
-    """Return {question: answer} of the first complete answers in a folder mine/, or {}. Keep the student's own."""
-    questions, first = (mine / f"{number}.{kind}" for kind in ("txt", "first"))
-    path = first if first.exists() else questions
-    text = text_of(path)[: LONGEST // 10] if path.exists() else ""
-    texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
-    answers = {q["name"]: texts.get(q["name"]) or "?" for q in exercise(number)["predict"]}
-    if "?" in answers.values():
-        return {}
-    if mine == MINE and path == questions:
-        first.write_text(text, "utf-8")
-    return answers
-
-
-def is_right(answer, right):
-    """Return whether a text such as 8,192 or 3/27 is at most 1% off. Without a number it is None."""
-    top, _, bottom = re.sub(r",(?=\d{3}\b)| ", "", answer).partition("/")
-    with contextlib.suppress(ValueError, ArithmeticError):
-        return abs(float(top) / float(bottom or 1) - right) <= 0.01 * abs(right)
+    return number_of(question["derivation"].rpartition("=")[2])
 
 
 def compared(number, mine):
-    """Return [(question, answer, right answer, whether it is right)] of `predictions`."""
-    answers, rows = predictions(number, mine), []
-    for q in exercise(number)["predict"] if answers else []:
-        answer, right = answers[q["name"]], right_number(q)
-        rows.append((q, answer, right, is_right(answer, right)))
-    return rows
+    """Return [(question, answer, right answer, whether it is at most 1% off, or None: no number)], and whether all are.
+
+    The answers are the first complete ones in a folder mine/, if there are any. Those of the student are kept.
+    """
+    first = mine / f"{number}.first"
+    for path in (first, mine / f"{number}.txt"):
+        text, rows = text_of(path) if path.exists() else "", []
+        answers = dict(re.findall(r"(?m)^(\w+) *= *(\S.*)", text))
+        for q in exercise(number)["predict"]:
+            answer, right = answers.get(q["name"], "?"), right_number(q)
+            value = number_of(answer)
+            rows.append((q, answer, right, value if value is None else abs(value - right) <= 0.01 * right))
+        if complete := None not in [good for *_, good in rows]:
+            if mine == MINE:
+                first.write_text(text, "utf-8")
+            break
+    return rows, complete
 
 
 # --- grade ------------------------------------------------------------------------------------------------------------
 
 
-def grade(columns, judged, folders):
-    """Print a table that grows. judged(mine): returns a row, {column: value}. A damaged folder has only a note."""
-    names = ["folder", *columns, "note"]
-    widths = [max(6, *map(len, folders)), *(max(7, len(name)) for name in columns), 0]
+def grade(chosen, folders, limit, path):
+    """Print a table that grows, and write it into the file `path`. A damaged folder has only a note."""
+    widths = {name: max(7, len(name)) for name in COLUMNS} | {"student": max(7, *map(len, folders)), "note": 0}
 
-    def print_row(cells):
-        cells = [f"{shown(cell):<{width}}" for cell, width in zip(cells, widths, strict=True)]
+    def print_row(row):
+        cells = [f"{row.get(name, ''):<{width}.{max(NOTE, width)}}" for name, width in widths.items()]
         print("  ".join(cells).rstrip(), flush=True)
 
-    print_row(names)
-    for folder in folders:
-        try:
-            with reading(folder, MemoryError):
-                row = judged(Path(folder, "mine")) if Path(folder).is_dir() else {"note": "no such folder"}
-        except UserError as error:
-            row = {"note": error}
-        print_row([folder, *(" ".join(str(row.get(name, "")).split())[:NOTE] for name in names[1:])])
+    with open(path, "w", 1, "utf-8") as file:
+        writer = csv.DictWriter(file, CSV, extrasaction="ignore")
+        writer.writeheader()
+        print_row({name: name for name in COLUMNS})
+        for folder, number in itertools.product(folders, chosen):
+            row = {"student": folder, "exercise": number, EQUAL: "no"}
+            try:
+                with reading(folder, MemoryError):
+                    row |= graded(number, Path(folder, "mine"), limit)
+            except UserError as error:
+                row["note"] = error
+            row = {name: shown(" ".join(str(cell).split())) for name, cell in row.items()}
+            print_row(row)
+            writer.writerow(row)
 
 
 def graded(number, mine, limit):
-    """Return a row for `grade`, without the bonus lamps."""
-    path, good = answer_path(number, mine), [good for *_, good in compared(number, mine)]
-    row = {"predictions": f"{good.count(True)} of {len(exercise(number)['predict'])}"}
+    """Return a row for `grade`, {column: value}, without the bonus lamps."""
+    if not mine.parent.is_dir():
+        return {"note": "no such folder"}
+    path, good = answer_path(number, mine), [good for *_, good in compared(number, mine)[0]]
+    row = {"predictions": f"{good.count(True)} of {len(good)}"}
     if not path.exists() or (text := text_of(path)) == blank(number):
         return row | {"note": "todo"}
     judged = judge(number, text, limit)
     messages = [message for lamp, message in judged if lamp["points"]]
-    row["points"] = sum(lamp["points"] for lamp, message in judged if message is None)
-    row["lamps"] = f"{messages.count(None)} of {len(messages)}"
-    row["note"] = next(filter(None, messages), "")
-    return row | {"also changed": ", ".join(also_changed(number, text))}
+    functions = {*exercise(number)["functions"]}
+    return row | {
+        "points": sum(lamp["points"] for lamp, message in judged if message is None),
+        "lamps": f"{messages.count(None)} of {len(messages)}",
+        "also changed": ", ".join(also_changed(number, text)),
+        EQUAL: "yes" if functions.isdisjoint(also_changed(number, text, own=True)) else "no",
+        "note": next(filter(None, messages), ""),
+    }
 
 
 # --- the hunt ---------------------------------------------------------------------------------------------------------
@@ -326,12 +350,6 @@ def oral(number):
     return "\n".join(f"{i}. {q}\n   {q_ja}\n   -> {answer}\n      {ja}" for i, (q, q_ja, answer, ja) in rows)
 
 
-def state(number):
-    """Return todo, red or green: how the exercise was judged last."""
-    judged = MINE / f"{number}.state"
-    return judged.read_text("utf-8") if judged.exists() else "todo"
-
-
 def answer_of(number, mine):
     """Return the text of the answer in a folder mine/. Raises UserError if there is none."""
     if not (path := answer_path(number, mine)).exists():
@@ -341,18 +359,21 @@ def answer_of(number, mine):
 
 def judge_mine(number, mine, limit):
     """Judge the answer and the predictions in a folder mine/, and print all. Return whether the exercise is green."""
-    e, text, answers = exercise(number), answer_of(number, mine), compared(number, mine)
+    e, text, (answers, complete) = exercise(number), answer_of(number, mine), compared(number, mine)
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
-    judged = judge(number, text, limit, e["show"])
+    judged = judge(number, text, limit, e["show"] if complete else ())
     print(title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
     if changed := also_changed(number, text):
         print(f"also changed ほかの変更: {shown(', '.join(changed))}")
     for q, answer, right, good in answers:
-        why = "" if good else f": {q['derivation']}"
-        said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
-        print(mark(good), said, sep="  ")
-    if not answers:
-        print(f"mine/{number}.txt: answer all questions to see the right numbers すべて答えると正解が出ます")
+        if complete:
+            why = "" if good else f": {q['derivation']}"
+            said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
+            print(mark(good), said, sep="  ")
+        elif good is None and answer != "?":
+            print(f"{q['name']}: not a number: {shown(answer[:NOTE])}; should be as 8,192 or 4*1024 数ではありません")
+    if not complete:
+        print(f"mine/{number}.txt: answer all questions to see the right numbers and tables 全問で正解と表が出ます")
     for lamp, message in judged:
         bad = "red" if lamp["points"] else "bonus"
         print(mark(message is None, bad), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
@@ -382,26 +403,29 @@ def main(arguments=None):
         return hunt(arguments[1:])
     if arguments[1:2] == ["run"]:
         sys.exit(run_command(arguments[0], arguments[2:]))
-    usage = (
-        "python exercise.py [hunt ... | [start | oral] N | N [FOLDER | run COMMAND] | grade N FOLDER ...] [--limit=N]"
-    )
+    usage = """python exercise.py [hunt ... | [start | oral] N | N [FOLDER | run COMMAND] | grade N ... FOLDER ...]
+                          [--limit=N] [--csv=FILE]"""
     parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
+    parser.add_argument("--csv", default=os.devnull)
     options = parser.known(*parser.parse_known_intermixed_args(arguments))
     words, limit = options.words, options.limit
     command = words.pop(0) if words and words[0] in ("start", "oral", "grade") else ""
     number, *folders = words or [""]
+    chosen = [*itertools.takewhile(str.isdigit, words)]
     if not (command or words):
         for each in numbers():
-            english, japanese = exercise(each)["idea"]
-            print(f"{each:>2} {state(each):<6} {english}\n          {japanese}")
+            (english, japanese), judged = exercise(each)["idea"], MINE / f"{each}.state"
+            state = judged.read_text("utf-8") if judged.exists() else "todo"
+            print(f"{each:>2} {state:<6} {english}\n          {japanese}")
         print(LEGEND)
     elif command in ("start", "oral") and len(words) == 1:
         print({"start": start, "oral": oral}[command](number))
-    elif command == "grade" and folders:
-        exercise(number)  # an unknown number ends the command, before any folder
-        grade(COLUMNS, lambda mine: graded(number, mine, limit), folders)
+    elif command == "grade" and words[len(chosen) :]:
+        for each in chosen or words:
+            exercise(each)  # an unknown number ends the command, before any folder
+        grade(chosen, words[len(chosen) :], limit, options.csv)
     elif not command and len(folders) < 2:
         mine = Path(folders[0], "mine") if folders else MINE
         green = judge_mine(number, mine, limit)
@@ -409,7 +433,7 @@ def main(arguments=None):
             (MINE / f"{number}.state").write_text("green" if green else "red", "utf-8")
         sys.exit(not green)
     else:
-        parser.error("start and oral take one number, judging also a folder, grade a number and folders")
+        parser.error("start and oral take one number, judging also a folder, grade numbers and folders")
 
 
 if __name__ == "__main__":

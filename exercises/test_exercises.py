@@ -1,11 +1,15 @@
 """Judges the exercises' answers: right ones are green, an empty function is red, a wrong answer names its idea."""
 
+import csv
 import importlib.util
 import itertools
+import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -17,15 +21,15 @@ from errors import UserError
 from exercises import formulas, show
 from testing import judging
 from testing.defects import planted
-from testing.judging import committed, copied, replaced, run_tests
+from testing.judging import committed, replaced
 from testing.tiny import wait_until
 
 pytestmark = needs_git
 NUMBERS = exercise.numbers()
 EXERCISES = {number: exercise.exercise(number) for number in NUMBERS}
-ANSWERS = [(number, answer) for number, e in EXERCISES.items() for answer in e["answer"]]
+FROM_THE_TEXT = {"name": "from the text", "edits": []}
+ANSWERS = [(number, answer) for number, e in EXERCISES.items() for answer in (FROM_THE_TEXT, *e["answer"])]
 QUICK = (8,)  # blanked and judged in the default run
-TOGETHER = [(1, 2, 3, 4, 8), (5, 7, 10, 11, 12), (6,)]  # right answers in other files share a copy
 
 
 def named(x):
@@ -42,6 +46,13 @@ def changed(number, edits):
     return replaced(committed(EXERCISES[number]["file"]), edits)
 
 
+def answered(number, edits):
+    """Return the file that `start` writes, with `whole` in its empty functions. edits: of `whole`."""
+    bodies = iter(replaced("\0".join(EXERCISES[number]["whole"].values()), edits).split("\0"))
+    empty = r'(?m)^( +)from errors import UserError\n\n.+ is yours to write"\)\n'
+    return re.sub(empty, lambda found: textwrap.indent(next(bodies), found[1]), exercise.blank(number))
+
+
 @pytest.mark.parametrize("number", NUMBERS)
 def test_an_exercise_has_ten_points_and_five_questions(number):
     """The lines of its answers are in the file, and each wrong answer names the idea of a lamp."""
@@ -49,31 +60,20 @@ def test_an_exercise_has_ten_points_and_five_questions(number):
     assert sum(lamp["points"] for lamp in e["lamp"]) == 10
     assert len(e["oral"]) == 5 and all(len(row) == 4 for row in e["oral"]) and e["oral"][0][0] in exercise.oral(number)
     ideas = {None, *(lamp["idea"][0] for lamp in e["lamp"])}
-    assert all(changed(number, answer["edits"]) and answer.get("red") in ideas for answer in e["answer"])
+    assert all(answered(number, answer["edits"]) and answer.get("red") in ideas for answer in e["answer"])
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("numbers", TOGETHER, ids=str)
-def test_another_right_answer_is_green(numbers):
-    assert sorted(itertools.chain(*TOGETHER)) == NUMBERS
-    right = [[answer for answer in EXERCISES[number]["answer"] if "red" not in answer] for number in numbers]
-    for answers in zip(*right, strict=True):
-        of_each = [*zip(numbers, answers, strict=True)]
-        files = {EXERCISES[number]["file"]: changed(number, answer["edits"]) for number, answer in of_each}
-        with copied(files) as folder:
-            results = run_tests(folder, exercise.tests(*numbers), limit=600)
-        red = {number: required(exercise.lamps(number, results))[0] for number in numbers}
-        assert not any(red.values()), red
-
-
-@pytest.mark.defects
-@pytest.mark.parametrize("number, answer", [row for row in ANSWERS if "red" in row[1]], ids=named)
-def test_a_wrong_answer_turns_the_lamp_of_its_idea_red(number, answer):
-    red, _ = required(exercise.judge(number, changed(number, answer["edits"]), 600))
-    assert answer.get("says", "") in red[answer["red"]], red
+@pytest.mark.parametrize(
+    "number, answer",
+    [pytest.param(*row, marks=pytest.mark.defects if "red" in row[1] else pytest.mark.slow) for row in ANSWERS],
+    ids=named,
+)
+def test_a_right_answer_is_green_and_a_wrong_one_turns_the_lamp_of_its_idea_red(number, answer):
+    red, _ = required(exercise.judge(number, answered(number, answer["edits"]), 600))
+    assert answer.get("says", "") in red[answer["red"]] if "red" in answer else not red, red
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.defects] * (n not in QUICK)) for n in NUMBERS])
@@ -130,6 +130,23 @@ def test_a_student_s_endless_loop_ends_with_the_judge(number, tmp_path):
     wait_until(lambda: not running(int(pid.read_text())))
 
 
+def test_an_answer_that_prints_for_ever_ends(tmp_path, monkeypatch):
+    """By the clock, or by its CPU time, even if the clock stands."""
+    loop = "import time\nwhile True: print(1, flush=True)"
+    assert judging.run(tmp_path, ["-c", f"{loop}; time.sleep(0.01)"], 0.4)[0] is None
+    monkeypatch.setattr(time, "monotonic", float)
+    assert judging.run(tmp_path, ["-c", loop], 0.4)[0] is None
+
+
+@pytest.mark.slow
+def test_an_answer_that_makes_the_report_a_pipe_is_one_line():
+    code = first(
+        "import os", "os.path.isfile('report.jsonl') and (os.remove('report.jsonl'), os.mkfifo('report.jsonl'))"
+    )
+    with pytest.raises(UserError, match=r"report\.jsonl: should be a file, not a folder, a pipe"):
+        exercise.judge(8, changed(8, code), 60)
+
+
 # --- files of mine/ ---------------------------------------------------------------------------------------------------
 
 
@@ -180,43 +197,59 @@ def test_what_an_answer_changes_elsewhere_is_listed():
 
 
 def test_a_class_is_graded(tmp_path, monkeypatch, capsys):
-    """Each folder has a row. A damaged folder does not stop the table."""
+    """Each folder has a row for each exercise. A damaged folder does not stop the table."""
     texts = {
         "right": changed(8, [(WARMUP, WARMUP.replace("1 - rank", "rank - 1"))]),
-        "other": changed(8, [("def gpipe(stages", "def gpipe(ranks")]),
+        "other": changed(8, [("def gpipe(stages", "def gpipe(ranks"), (WARMUP, f"{WARMUP} copied: ")]),
         "begun": exercise.blank(8),
         "broken": "\udcff",
         "forged": "x\x1b[2J = 1\n",
+        "piped": "",
     }
     for name, text in texts.items():
         (tmp_path / name / "mine").mkdir(parents=True)
         (tmp_path / name / "mine/8_schedules.py").write_bytes(text.encode("utf-8", "surrogateescape"))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "right/mine/8.first").write_text("bubble = 3/11\nin_flight = 1,0\nin_flight_of_gpipe = 8\n")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/mine").symlink_to("../right/mine")
+    (tmp_path / "right/mine/8.first").write_text("bubble = 3/11\nin_flight = 10\nin_flight_of_gpipe = 8\n")
     (tmp_path / "other/mine/8.txt").write_text("bubble = 1e999999999\nin_flight = 1/0\nin_flight_of_gpipe = nan\n")
+    os.mkfifo(tmp_path / "piped/mine/8.first")
     monkeypatch.chdir(tmp_path)
 
     def judge(number, text, limit):
         assert limit == 60
-        message = "no\nright  10\x1b[1m" if "\x1b" in text else None
+        message = "no\nright  10\x1b[1m" + 99 * "!" if "\x1b" in text else None
         return [(lamp, message) for lamp in EXERCISES[int(number)]["lamp"]]
 
     monkeypatch.setattr(exercise, "judge", judge)
-    exercise.main(["grade", "8", "--limit", "60", *texts, "empty", "missing"])
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split("  ")[0] == "folder" and [row.split()[0] for row in rows] == [*texts, "empty", "missing"]
-    right, other, begun, broken, forged, empty, missing = (re.split("  +", row)[1:] for row in rows)
-    assert right == ["10", "3 of 3", "2 of 3"] and other == ["10", "3 of 3", "0 of 3", "gpipe"]
-    assert begun == empty == ["0 of 3", "todo"] and "UnicodeDecodeError" in broken[0] and missing == ["no such folder"]
-    assert forged[0] == "0" and forged[-1] == r"no right 10\x1b[1m"
+    exercise.main(["grade", "10", "8", "--limit", "60", "--csv=all.csv", *texts, "linked", "missing"])
+    table = [re.split("  +", row) for row in capsys.readouterr().out.splitlines()]
+    header, *rows = csv.reader(Path("all.csv").read_text("utf-8").splitlines())
+    assert header == exercise.CSV and len(table) == 1 + len(rows)
+    right, other, begun, broken, forged, piped, linked, missing = (row[2:] for row in rows if row[1] == "8")
+    assert right == ["10", "2 of 3", "no", ""] and other == ["10", "0 of 3", "yes", ""]
+    assert table[4] == ["other", "8", "10", "3 of 3", "0 of 3", "gpipe"]
+    assert begun == ["", "0 of 3", "no", "todo"] and missing == ["", "", "no", "no such folder"]
+    assert "UnicodeDecodeError" in broken[-1] and "not a link" in linked[-1] and "a pipe or a device" in piped[-1]
+    assert forged[0] == "0" and forged[-1] == r"no right 10\x1b[1m" + 99 * "!" and len(table[10][-1]) == 70
 
 
-def test_the_first_complete_predictions_are_kept(mine, monkeypatch):
-    monkeypatch.setattr(exercise, "exercise", lambda number: {"predict": [{"name": "a"}, {"name": "b"}]})
-    found = {"a": "x", "b": "1,024"}
-    for a, b, right in [("1", "?", {}), ("", "2", {}), ("x", "1,024", found), ("2", "3", found)]:
-        (mine / "8.txt").write_text(f"# a\na = {a}\n\nb = {b}\n")
-        assert exercise.predictions(8, mine) == right
+def test_the_first_complete_predictions_are_kept(mine, monkeypatch, capsys):
+    """Until then no command is run, which would show the right numbers."""
+    (mine / "8_schedules.py").touch()
+    monkeypatch.setattr(exercise, "judge", lambda *arguments: print(arguments[-1]) or [])
+    for answer, said in [("?", "()"), ("27.3%", "not a number"), ("\uff13/11", "0.2727"), ("1", "\uff13/11")]:
+        (mine / "8.txt").write_text(f"# a\nbubble = {answer} \nin_flight = 2**2\nin_flight_of_gpipe=8\n")
+        exercise.judge_mine(8, mine, 60)
+        out = capsys.readouterr().out
+        assert said in out and ("0.2727" in out) == (EXERCISES[8]["show"][0] in out), out
+
+
+def test_a_number_may_be_computed():
+    right = {"8,192": 8192, "\uff16.02e23": 6.02e23, "\uff12**20": 2**20, "-(2 + 3)*4/8-1": -3.5}
+    wrong = "9**9**9;8\u500b;27.3%;x;e;1/0;?;();5(5);__import__('os');" + 10**5 * "9" + ";" + 10**5 * "-"
+    for text in [*right, *wrong.split(";")]:
+        assert exercise.number_of(text) == right.get(text), text
 
 
 # --- the hunt ---------------------------------------------------------------------------------------------------------
@@ -233,6 +266,8 @@ def test_a_hunt_hides_its_defect_and_accepts_a_mend_that_breaks_nothing_else(min
     defect, other = hunts = [hunt for hunt in exercise.HUNTS if hunt.name in quick]
     monkeypatch.setattr(exercise, "HUNTS", hunts)
     monkeypatch.setattr(exercise, "DATA", mine)
+    with pytest.raises(UserError, match="--done needs"):
+        exercise.main(["hunt", "--done"])
     exercise.main(["hunt", "--seed=2"])
     folder, names = mine / "hunt", {path.name for path in mine.rglob("*")}
     assert not names & {".git", "testing", "exercises", "exercise.py", "conftest.py", "test_schedules.py"}
@@ -283,14 +318,6 @@ def test_each_scheme_halves_the_flops_of_a_rank(capsys):
 
 
 # --- mistakes of a user -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", "99;start 99;start 3 4;3 folder 4;grade 3;99 run python;8 run;hunt --done".split(";"))
-def test_a_mistake_on_the_command_line_changes_nothing(words, mine, monkeypatch):
-    monkeypatch.setattr(Path, "write_text", None)
-    message = r"exercise (99|grade): should be one of 1, .*, \d+$|take one number|followed by a command|--done needs"
-    with pytest.raises(UserError, match=message):
-        exercise.main(words.split())
 
 
 def test_no_clone_and_no_pytest_are_one_line(monkeypatch, tmp_path):

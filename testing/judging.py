@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from errors import UserError, explained
+from errors import UserError, explained, reading, regular
 
 ROOT = Path(__file__).parent.parent
 REPORT = Path("report.jsonl").absolute()  # of the copy, if pytest loads this file
@@ -33,8 +33,9 @@ ENDS_WITH_PARENT = 'exec 3<&0; { read _ <&3; kill -9 0; } & exec "$@" </dev/null
 # A process with a time limit may have 4 GiB of memory, and write files of 4 GiB (in sh's units): it may never end.
 LIMITS = f"{{ ulimit -Sd {4 * 2**20}; ulimit -Sf {8 * 2**20}; }} 2>/dev/null; "
 ERROR = r"(?m)^E\s+(.*)"  # a line of the message in pytest's text of a failure
-LIMIT = 120  # seconds that a test of an answer may need (--limit)
-STOPS = 2  # tests without an answer, until the rest is left out
+LIMIT = 120  # seconds of CPU time that judging an answer may need (--limit)
+STOPS = 2  # processes share the limit: the second one has the tests after one without an answer
+LONGEST = 10**7  # characters of an output or a report
 
 
 # --- the plugin, in the copy ------------------------------------------------------------------------------------------
@@ -81,6 +82,12 @@ def committed(file):
     return git("show", f"HEAD:./{file}").decode()
 
 
+def beginning(path, length=LONGEST):
+    """Return the first characters of a file that a student may have replaced. Raises UserError."""
+    with reading(path), open(regular(path), encoding="utf-8") as file:
+        return file.read(length)
+
+
 def replaced(text, edits):
     """Return `text` with new texts in place of old ones. Raises ValueError unless each old one is there once."""
     for old, new in edits:
@@ -114,9 +121,9 @@ def copied(files=(), changes=False):
 def run(folder, words, limit=None, watched=None, **environment):
     """Run Python with `words` in `folder`. Return (its exit code, its output, its errors).
 
-    The code is None if the file `watched` (default: the output) did not change for `limit` seconds, while the processes
-    used either no CPU time or more than limit / 2: a busy machine makes a test slow, not red. All are killed then, and
-    also when this process ends: at its end, however it comes, the pipe to their stdin closes.
+    The code is None after limit / STOPS seconds of CPU time, after ten times as many on the clock, or if for `limit`
+    seconds the processes used no CPU time and the file `watched` (default: the output) did not change. All are killed
+    then, and also when this process ends: at its end, however it comes, the pipe to their stdin closes.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), **environment}
     script = LIMITS * bool(limit) + ENDS_WITH_PARENT
@@ -133,40 +140,39 @@ def run(folder, words, limit=None, watched=None, **environment):
             process.stdin.close()
         output.seek(0)
         errors.seek(0)
-        return code, output.read(), errors.read()
+        return code, output.read(LONGEST), errors.read(LONGEST)
 
 
 def waited_for(process, file, limit):
     """Return the exit code, or None."""
-    size, since, begun, before = 0, time.monotonic(), 0.0, 0.0
+    size = before = 0
+    begun = since = time.monotonic()
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(0.2)
-        if size != (size := os.stat(file).st_size):
-            since, begun = time.monotonic(), cpu_seconds(process.pid)
-            before = begun
-        elif limit and time.monotonic() > since + limit:
-            used = cpu_seconds(process.pid)
-            if used < before + 0.5 or used > begun + limit / 2:
-                return None
-            since, before = time.monotonic(), used
+            return process.wait(1 if limit else None)
+        used, now = cpu_seconds(process.pid), time.monotonic()
+        if size != (size := os.stat(file).st_size) or used > before + 0.5:
+            before, since = used, now
+        if used > limit / STOPS or now > min(since + limit, begun + 10 * limit / STOPS):
+            return None
 
 
 def cpu_seconds(group):
-    """Return the CPU time of a group of processes, or 0 where there is no /proc."""
+    """Return the CPU time of a group of processes and of those that they waited for, or 0 where there is no /proc."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
-            ticks += (int(fields[2]) == group) * (int(fields[11]) + int(fields[12]))
+            ticks += (int(fields[2]) == group) * sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def run_tests(folder, tests, *options, limit=None):
     """Run `tests` (arguments of pytest) in a copy of the tree. Return [(test, None or the message of its failure)].
 
-    A test that gives no answer in `limit` seconds (`run`), or ends the process, has this as its message, and the tests
-    after it run in a new process. The message has no line of the test's source, which may contain a defect's words.
+    limit: seconds of CPU time for all. A test that gives no answer, or ends the process, has this as its message, and
+    the tests after it run in a new process. The message has no line of the test's source, which may contain a defect's
+    words. Raises UserError if an answer has replaced the report.
     """
     need_pytest()
     results, todo, report = {}, [*tests], Path(folder, REPORT.name)
@@ -176,8 +182,9 @@ def run_tests(folder, tests, *options, limit=None):
     options = ["-q", "-p", "no:cacheprovider", "-p", "testing.judging", "--tb=short", "-m", "", *options]
     for _ in range(STOPS):
         report.write_text("")
-        code, _, errors = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
-        results |= dict(map(json.loads, report.read_text("utf-8").splitlines()))
+        with reading(report):
+            code, _, errors = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
+            results |= dict(map(json.loads, beginning(report).splitlines()))
         why = f"no answer in {limit:g} s" if code is None else f"the process ended with exit code {code}"
         begun = [test for test, text in results.items() if text == BEGUN]
         results |= dict.fromkeys(begun, why)
