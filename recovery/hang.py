@@ -8,7 +8,7 @@ The lowest rank with a row prints all rows, and the ranks without one:
     no progress for 16 s:
     rank 0: iteration 8: waits for rank 2 to send (comm.py:101 wait < pipeline.py:326 receive < ...)
     rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:101 wait < ...)
-    ranks [3]: no answer (stopped, dead, or its host is lost)
+    ranks [3]: no answer (stopped, dead, ended, or its host is lost)
 
 Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, the row has
 the latest communication, because `wait` does not block the host (no GPU has tested this).
@@ -51,9 +51,12 @@ class Watchdog:
                 since = self.since
                 if time.monotonic() - since > seconds and since != reported:
                     folder.mkdir(exist_ok=True)
-                    (folder / str(rank)).write_text(f"{self.what}: {waits_for(rank)} ({places(main)})")
+                    row = folder / str(rank)
+                    row.write_text(f"{self.what}: {waits_for(rank)} ({places(main)})")
                     time.sleep(seconds / 8)  # until the others have written
-                    new = [path for path in folder.iterdir() if time.time() - path.stat().st_mtime < seconds]
+                    # Only the file system's times: its clock may differ from this machine's.
+                    earliest = row.stat().st_mtime - seconds
+                    new = [path for path in folder.iterdir() if path.stat().st_mtime > earliest]
                     rows = {int(path.name): path.read_text() for path in new}
                     if rank == min(rows):
                         print(hang_table(rows, mesh.world.ranks, seconds), file=sys.stderr, flush=True)
@@ -81,5 +84,5 @@ def hang_table(rows, ranks, seconds):
     lines = [f"no progress for {seconds:.0f} s:"]
     lines += [f"rank {rank}: {row}" for rank, row in sorted(rows.items())]
     if silent := [rank for rank in ranks if rank not in rows]:
-        lines.append(f"ranks {silent}: no answer (stopped, dead, or its host is lost)")
+        lines.append(f"ranks {silent}: no answer (stopped, dead, ended, or its host is lost)")
     return "\n".join(lines)
