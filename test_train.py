@@ -157,12 +157,13 @@ def test_a_signal_saves_the_same_step_everywhere_and_stops(config_file, tmp_path
     assert index["counters"] == {"iteration": step, "consumed_samples": 8 * step, "updates": step}
 
 
-def stops(number):
+def stops(number, times=1):
     """Return whether this signal stops a run."""
     signals = processes.Signals()
     with contextlib.ExitStack() as stack:
         signals.watch(stack)
-        os.kill(os.getpid(), number)
+        for _ in range(times):
+            os.kill(os.getpid(), number)
     return signals.stop
 
 
@@ -173,6 +174,8 @@ def test_sighup_stops_a_run_unless_it_was_ignored_at_the_start():
         assert stops(signal.SIGTERM) and stops(signal.SIGINT) and stops(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert stops(signal.SIGTERM) and not stops(signal.SIGHUP)
+        with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="1"):  # Slurm and torchrun both pass on a Ctrl-C
+            assert stops(signal.SIGINT, 2)
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -172,9 +172,10 @@ def lock(out_dir):
 
 
 class Signals:
-    """Notes SIGTERM, SIGHUP and Ctrl-C, so that a run stops between two steps. A second Ctrl-C stops at once.
+    """Notes SIGTERM, SIGHUP and Ctrl-C, so that a run stops between two steps.
 
-    A closed terminal sends SIGHUP. torchrun passes it to its processes, also under nohup.
+    A closed terminal sends SIGHUP. torchrun passes it to its processes, also under nohup. Without torchrun, a second
+    Ctrl-C stops at once. With it, the second may be the same: Slurm signals torchrun and its processes.
     """
 
     stop = False
@@ -189,4 +190,5 @@ class Signals:
 
     def _received(self, number, _):
         self.stop = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
