@@ -26,7 +26,7 @@ import torch
 import log
 import train
 from accounts.metrics import read_metrics
-from errors import UserError
+from errors import LESS_MEMORY, UserError
 from parallel.comm import CommunicationError, agree, lost_peer
 from parallel.mesh import Axis, everyone
 from parallel.watch import Watch
@@ -286,14 +286,25 @@ def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
 
 
 @pytest.mark.parametrize(
-    "error, code", [(CommunicationError("x"), 1), (UserError("x"), 2), (MemoryError("x"), 2)], ids=repr
+    "error, code, line",
+    [
+        (CommunicationError("x"), 1, "a rank has ended the run alone, not by numbers that all ranks have; x"),
+        (UserError("x"), 2, "x"),
+        (MemoryError("x"), 2, f"not enough memory: x; in training, {LESS_MEMORY}"),
+    ],
 )
-def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
-    """A normal exit waits for ranks that may be dead."""
+def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code, line):
+    """A normal exit waits for ranks that may be dead. Here another rank has left the loop before."""
+    store, works = torch.distributed.HashStore(), [mock.Mock(), mock.Mock(side_effect=error)]
+    monkeypatch.setattr(processes, "default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with mock.patch.object(os, "_exit", side_effect=KeyboardInterrupt) as end, pytest.raises(KeyboardInterrupt):
-        processes.together(Axis("world", (0, 1), 0, Watch()), mock.Mock(side_effect=error))
-    assert end.call_args == mock.call(code) and re.match("error: .*x", capsys.readouterr().err)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: None)
+    with mock.patch.object(os, "_exit", side_effect=KeyboardInterrupt) as end:
+        for work in works:
+            with pytest.raises(KeyboardInterrupt):
+                processes.together(Axis("world", (0, 1), 0, Watch()), work)
+    assert end.call_args == mock.call(code) and capsys.readouterr().err == f"error: {line}\n"
 
 
 ENDS = """

@@ -10,11 +10,13 @@ import threading
 import time
 import traceback
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 from errors import UserError, cause, explained, locked, report_error, write_error_file
 from parallel.comm import CommunicationError, group_options
@@ -129,6 +131,9 @@ def together(world, work):
     except CommunicationError as error:
         leave(error, 1)
     except Exception as error:
+        with suppress(RuntimeError, ValueError):  # the store's process may be gone
+            if default_store().check(["ended"]):
+                error = f"a rank has ended the run alone, not by numbers that all ranks have; {error}"
         user_error = cause(error)
         if user_error is None:
             write_error_file(traceback.format_exc(), code=1)  # a defect: torchrun's report shows the traceback
@@ -153,6 +158,7 @@ def finish_process():
     """
     dist.destroy_process_group()
     atexit._run_exitfuncs()
+    default_store().set("ended", "")
     sys.stdout.flush()  # may raise BrokenPipeError, for `exit_on_user_error`
     sys.stderr.flush()
     os._exit(0)
