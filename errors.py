@@ -100,6 +100,9 @@ def locked(path, message):
 
 
 # --- the end of a command ---------------------------------------------------------------------------------------------
+LOCKS = []  # files of `locked`
+
+
 
 
 def cause(error):
@@ -113,9 +116,18 @@ def cause(error):
 
 def shown(text):
     """Return `text` with escapes for what a terminal would obey: controls, ends of lines, changes of direction."""
+        LOCKS.append(file)
     return re.sub(
         r"[\0-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda c: ascii(c[0])[1:-1], text
     )
+def check_locks():
+    """Raise UserError if the file of a lock that this process holds is not that of its path any more."""
+    for file in (file for file in LOCKS if not file.closed):
+        if not (os.path.exists(file.name) and os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))):
+            why = "was removed, so another process may write into this folder; nothing more is written"
+            raise UserError(f"{file.name}: {why}; choose another folder")
+
+
 
 
 def report_error(error, shift=0, code=2):

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from accounts.devices import peak_tflops
 from accounts.flops import hardware_flops, model_flops
 from accounts.metrics import keep_rows, max_resident, set_aside, to_json
-from errors import agreed, explained, reading
+from errors import agreed, check_locks, explained, reading
+from parallel.comm import agree
 from parallel.schedules import Action
 from parallel.watch import Tool
 from recovery import checkpoint
@@ -328,7 +329,8 @@ class Logger:
                 sys.stdout.flush()
 
     def log(self, row):
-        """Write an `Interval.row`."""
+        """Write an `Interval.row`. Every rank calls this. Raises UserError on all ranks if out_dir was removed."""
+        agree(self.run.mesh.world, check_locks)
         if not self.first:
             return
         # Open the file for each line, to notice that out_dir was removed. Without a buffer no reader sees half a line.

@@ -352,6 +352,7 @@ class Output:
 
     def save(self):
         """Save the tokens before the progress, so that a crash leaves a valid one."""
+        check_locks()
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())

@@ -43,7 +43,7 @@ def clock(monkeypatch):
     return clock
 
 
-def run_of(config=None, *, rank=0, world=2, iteration=10, consumed=100):
+def run_of(config=None, *, rank=0, world=1, iteration=10, consumed=100):
     """Return what log.py uses of a `train.Run`."""
     counters, cpu = SimpleNamespace(iteration=iteration, consumed_samples=consumed), torch.device("cpu")
     mesh = SimpleNamespace(rank=rank, world=SimpleNamespace(size=world))
@@ -184,7 +184,7 @@ def test_a_row_has_the_speeds_that_no_published_line_has(monkeypatch):
     """Two iterations of 50 sequences of 256 tokens on two devices, in 4 seconds."""
     monkeypatch.setattr(log, "peak_tflops", lambda *_: 0.5)
     config = Config(recompute="full")
-    row = log.metrics_row(run_of(config), [STEP, STEP], 2, 4.0)
+    row = log.metrics_row(run_of(config, world=2), [STEP, STEP], 2, 4.0)
     assert row["tokens_per_second"] == 25 * 256  # of all devices
     assert row["tflops"] == pytest.approx(flops.model_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)  # per device
     assert row["mfu"] == row["tflops"] / 0.5

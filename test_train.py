@@ -786,6 +786,26 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir
     with held_elsewhere(tmp_path / "lock"):
         before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
         for split, dtype in (("val", "fp32"), ("val", "fp64"), ("val", "bf16"), ("test", "fp32")):
+@pytest.mark.parametrize("log_interval", [1, 100])
+def test_a_run_ends_before_a_row_or_a_save_if_its_folder_was_made_again(
+    tokens_dir, tmp_path, monkeypatch, log_interval
+):
+    """Another run may have begun there."""
+    step, out = train.train_step, tmp_path / "out"
+
+    def made_again(run, batches):
+        out.rename(tmp_path / f"old{run.counters.iteration}")
+        out.mkdir()
+        (out / "lock").touch()
+        return step(run, batches)
+
+    monkeypatch.setattr(train, "train_step", made_again)
+    said = fails(configured(out, tokens_dir, log_interval=log_interval, save_interval=1))
+    assert said.startswith(f"{out}/lock: was removed, so another process may write") and [*out.iterdir()] == [
+        out / "lock"
+    ]
+
+
             capsys.readouterr()
             go(replace(config, train_iters=0, eval_only=True, split=split, dtype=dtype))
             name, out = "validation" if split == "val" else "test", capsys.readouterr().out

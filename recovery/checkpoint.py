@@ -34,7 +34,7 @@ import torch
 
 from config import SECTIONS, of_checkpoint
 from data import LONGEST_CYCLE, mixture
-from errors import UserError, explained, reading, regular, whole_number
+from errors import UserError, check_locks, explained, reading, regular, variable, whole_number
 from parallel.comm import agree, gather_objects
 
 MAY_CHANGE = "max_position_embeddings dropout init_method_std".split()
@@ -123,6 +123,7 @@ def save_checkpoint(out_dir, step, zero, state, keep, copies):
 
     def begin():
         writing.mkdir()
+        check_locks()
         return [shutil.copyfile(path, writing / path.name).name for path in filter(os.path.isfile, copies)]
 
     def publish():
