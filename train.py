@@ -14,6 +14,7 @@ import itertools
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from shlex import quote
 
 import torch
 
@@ -151,7 +152,7 @@ def train(run, tokens, validation, logger):
         again = "the same command (without --resume=none) resumes the run"
         logger.say(f"stopped after iteration {counters.iteration}; {again}")
     else:
-        logger.say(f"trained to iteration {counters.iteration}; python generate.py {c.out_dir}")
+        logger.say(f"trained to iteration {counters.iteration}; python generate.py {quote(c.out_dir)}")
 
 
 def training_batches(run, loader):

@@ -42,7 +42,7 @@ def connect(*allowed):
     if n not in allowed:
         if rank == 0:
             right = " or ".join(map(str, allowed))
-            print(f"error: {n} processes: {sys.argv[0]} needs {right}", file=sys.stderr)
+            print(f"error: processes={n}: {sys.argv[0]} needs {right}", file=sys.stderr)
         sys.exit(0 if "RANK" in os.environ else 2)  # after a 2, torchrun would print 30 lines of its own
     if n > 1:  # Gloo sends between CPUs, NCCL between GPUs. A rank waits for a minute at most
         dist.init_process_group("gloo", timeout=timedelta(minutes=1))

@@ -329,6 +329,7 @@ def test_the_program_trains_the_same_model(workers):
 def test_another_number_of_processes_is_one_line():
     done = subprocess.run([sys.executable, LADDER / "rung04_dp.py"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "rung04_dp.py needs 2 or 4" in done.stderr
+    assert done.stderr.startswith("error: processes=1: ")
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def to_resume(config, tokenizer, data):
     iteration = index["counters"]["iteration"]
     by_updates = config.train_iters > 0 and not config.train_epochs
     if chosen and by_updates and config.train_iters <= iteration and not config.eval_only:
-        why = f"the checkpoint {path} has {iteration} updates already; set more"
+        why = f"the checkpoint {path} has {iteration} update{'s' * (iteration != 1)} already; set more"
         raise UserError(f"train_iters={config.train_iters}: {why}")
     sets = index["data"] or data  # convert.py writes none
     if data and mixture(sets) != mixture(data):

@@ -51,8 +51,10 @@ def join_processes():
     cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
     if torch.cuda.is_available():
         if processes > (gpus := torch.cuda.device_count()):
-            raise UserError(f"nproc_per_node={processes}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}")
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
+            raise UserError(
+                f"nproc_per_node={processes}: there are only {gpus} GPU{'s' * (gpus > 1)}; set at most {gpus}, or {cpu}"
+            )
+        device, backend = torch.device("cuda", variable("LOCAL_RANK")), "nccl"
         torch.cuda.set_device(device)
     elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPU and GPU.exists():
         driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())[0] if DRIVER.exists() else "unknown"

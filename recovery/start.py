@@ -27,8 +27,8 @@ def describe(run, path):
     if c.pp > 1:
         names.append("schedule")
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names)
-    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
-    text += f"dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
+    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layer{'s' * (c.num_layers > 1)} "
+    text += f"of {c.hidden_size}; dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
     if run.device.type == "cuda":
         attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
