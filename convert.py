@@ -18,13 +18,12 @@ into memory twice.
 out/NAME/step_0 also keeps the files of `CARRIED`. to_hf gives them back if the run is in out/NAME, and no other file.
 """
 
-from errors import UserError, exit_on_user_error, explained, fetched, reading, shown  # isort: skip
+from errors import UserError, exit_on_user_error, explained, fetched, losable, reading, shown  # isort: skip
 from options import Parser  # isort: skip
 import json
 import os
 import pickle
 import re
-import shutil
 import sys
 from pathlib import Path
 from shlex import quote
@@ -150,6 +149,7 @@ def pairs(c, spec, whole, tensors):
 def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
     hf, options = transformers(), {"local_files_only": True, "trust_remote_code": False}
+    carry(folder)
     vocabulary = str(Path(folder).resolve())
     with reading(f"{folder}: not a GPT-2, OPT or Llama as model.py and llama.py have it", Exception):
         hf_config = hf.AutoConfig.from_pretrained(folder, **options)
@@ -211,17 +211,23 @@ def check_weights(hf, folder):
                     raise UserError(f"{path}: {name} is {tensor.dtype}; should be floating-point")
 
 
-def carry(source, folder):
-    for name in CARRIED:
-        if Path(source, name).is_file():
-            shutil.copyfile(Path(source, name), Path(folder, name))
+def carry(source, folder=None):
+    """Copy the files of CARRIED. Raises UserError for one that to_hf could not use. Without folder: only check them."""
+    for path in (Path(source, name) for name in CARRIED):
+        if path.exists():
+            with reading(path):
+                content = fetched(path).read_bytes()
+                if path.suffix == ".json":
+                    dict(**json.loads(content))
+            if folder:
+                Path(folder, path.name).write_bytes(content)
 
 
 def config_from_hf(hf_config, out):
     """Return the Config of transformers' configuration `hf_config`."""
     if (kind := hf_config.model_type) not in KINDS:
         raise ValueError(f"model_type={kind}: should be {', '.join(KINDS)}")
-    for name, value in (fixed(kind, hf_config) | {"quantization_config": None}).items():
+    for name, value in (fixed(kind, hf_config) | {"quantization_config": None, "transformers_weights": None}).items():
         hf_value = getattr(hf_config, name, None)
         if hf_value not in (None, value):
             raise ValueError(f"{name}={hf_value}: the model here has {name}={value}")
@@ -368,6 +374,7 @@ def config_to_hf(hf, c, tokenizer):
 
 
 def main():
+    losable(sys.stdout)
     parser = Parser(prog="python convert.py", description="Converts GPT-2, OPT and Llama.", allow_abbrev=False)
     parser.add_argument("direction", choices=("from_hf", "to_hf"), help="from or to Hugging Face's transformers")
     parser.add_argument("source", help="from_hf: the model's folder; to_hf: out_dir of a run, or a step_N folder")

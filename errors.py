@@ -76,7 +76,11 @@ def whole_number(table, name, least=0, most=10**13):
 
 
 def fetched(path):
-    """Return `path`, a regular file. Raises UserError if git has only a pointer to it, without its content."""
+    """Return `path`, a file of a model's folder. Raises UserError if git has only a pointer to it, without its content.
+
+    Also for a link out of the folder: a copy would publish another file. In Hugging Face's cache, the files in
+    snapshots/NAME are links into ../../blobs.
+    """
     with open(regular(path), "rb") as file:
         if b"version https://git-lfs" in file.read(50):
             raise UserError(f"{path} is a Git LFS pointer, not the file; run git lfs pull")
@@ -90,6 +94,9 @@ def locked(path, message):
         file = open(path, "w")
     with file:
         try:
+    folder, target = Path(path).parent.resolve(), Path(path).resolve()
+    if not {folder, folder.parent.parent / "blobs"} & {*target.parents}:
+        raise UserError(f"{path}: a link to {target}, out of its folder; should be a copy of that file")
             # With flock, a forked worker would keep the lock longer than this process.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

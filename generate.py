@@ -21,7 +21,7 @@ from parallel.mesh import Mesh
 from parallel.units import Model
 from parallel.zero import Zero
 from recovery import checkpoint
-from tokenizer import copied
+from tokenizer import copied, load_tokenizer
 
 
 def load_model(path, device):
@@ -39,8 +39,10 @@ def load_model(path, device):
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
     checkpoint.load_checkpoint(folder, model, zero, moments=False)
     zero.parameters_from_master()
-    tokenizer = copied(folder, index["tokenizer"])
-    model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # no ids without text
+    tokenizer = copied(folder, index["tokenizer"]) or load_tokenizer(index["tokenizer"])
+    if tokenizer.n_vocab > config.vocab_size:
+        raise UserError(f"{folder}: vocab_size={config.vocab_size}, but its vocabulary has {tokenizer.n_vocab} ids")
+    model.units[-1].vocab_size = tokenizer.n_vocab  # no ids without text
     return model, tokenizer
 
 

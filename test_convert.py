@@ -419,7 +419,7 @@ def test_a_head_that_is_not_the_word_table_is_refused(tmp_path):
 
 READ = (
     "model.safetensors model.safetensors.index.json model-00002-of-00003.safetensors "
-    "tokenizer.json tokenizer_config.json"
+    "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja"
 )
 
 
@@ -429,6 +429,7 @@ READ = (
     [
         ("pointer", " is a Git LFS pointer, not the file; run git lfs pull"),
         ("/dev/null", ": should be a file, not a folder, a pipe or a device"),
+        (__file__, f": a link to {__file__}, out of its folder; should be a copy of that file"),
     ],
 )
 def test_what_is_no_file_is_refused_by_name(tmp_path, name, target, message):
@@ -438,6 +439,16 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, name, target, message):
     path.unlink(missing_ok=True)
     path.symlink_to(target)
     assert refusal(imported, tmp_path, tmp_path / "out") == f"{path}{message}"
+
+
+def test_a_folder_of_hugging_faces_cache_is_read(tmp_path):
+    """Its files are links."""
+    folder = tmp_path / "model/snapshots/1"
+    folder.mkdir(parents=True)
+    saved(tmp_path / "model/blobs")
+    for path in [*(tmp_path / "model/blobs").iterdir()]:
+        (folder / path.name).symlink_to(path.rename(f"{path}.blob"))
+    imported(folder, tmp_path / "out")
 
 
 def with_bias(change):

@@ -230,8 +230,12 @@ def copy(tokenizer, folder):
 
 
 def copied(folder, name):
-    """Return the copy in a data set or checkpoint, or the tokenizer `name` if there is none."""
-    return load_tokenizer(str(folder) if Path(folder, COPY[0]).is_file() else name)
+    """Return the copy in a data set or checkpoint, or None. Raises UserError if it is not the vocabulary `name`."""
+    if Path(folder, COPY[0]).is_file():
+        tokenizer = load_tokenizer(str(folder))
+        if tokenizer.name != name:
+            raise UserError(f"{folder}/{COPY[0]}: is the vocabulary {tokenizer.name}; should be {name}")
+        return tokenizer
 
 
 def read(path):

@@ -33,7 +33,6 @@ from parallel.units import Model
 from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
 from recovery.start import compare_hosts, describe, load_config, open_files
-from tokenizer import COPY
 
 # --- the step -------------------------------------------------------------------------------------
 
@@ -220,9 +219,8 @@ def save(run, tokens, keep):
         "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
         "loss_scale": run.loss_scale.state(),
     }
-    copies = [tokens.first.path.with_name(name) for name in COPY]
     c, step = run.config, run.counters.iteration
-    checkpoint.save_checkpoint(c.out_dir, step, run.zero, state, keep, copies)
+    checkpoint.save_checkpoint(c.out_dir, step, run.zero, state, keep, tokens.first.path.parent)
     return checkpoint.step_path(c.out_dir, step)
 
 
@@ -287,7 +285,9 @@ def main():
     """Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of
     the user, or if torchrun died.
     """
-    faulthandler.enable(sys.__stderr__)  # after SIGBUS (a data file became shorter), shows where each thread was
+    faulthandler.enable(
+        sys.__stderr__ or sys.stderr
+    )  # after SIGBUS (a data file became shorter), shows where each thread was
     device = processes.join_processes()
     world = everyone()
 

@@ -36,6 +36,7 @@ from config import SECTIONS, of_checkpoint
 from data import LONGEST_CYCLE, mixture
 from errors import UserError, check_locks, explained, reading, regular, variable, whole_number
 from parallel.comm import agree, gather_objects
+from tokenizer import copied, copy
 
 MAY_CHANGE = "max_position_embeddings dropout init_method_std".split()
 # These must be equal in the run and in the checkpoint. convert.py leaves some out.
@@ -111,11 +112,11 @@ def sums_of(folder, names):
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(out_dir, step, zero, state, keep, copies):
+def save_checkpoint(out_dir, step, zero, state, keep, data_dir):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    copies: files that come along. Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py wrote. If
-    one rank can't write, raises UserError on every rank.
+    data_dir: its copy of a vocabulary comes along. Keeps the `keep` latest checkpoints (0: all) and step_0, which
+    convert.py wrote. If one rank can't write, raises UserError on every rank.
     """
     mesh, first = zero.mesh, zero.mesh.rank == 0
     final = step_path(out_dir, step)
@@ -124,7 +125,9 @@ def save_checkpoint(out_dir, step, zero, state, keep, copies):
     def begin():
         writing.mkdir()
         check_locks()
-        return [shutil.copyfile(path, writing / path.name).name for path in filter(os.path.isfile, copies)]
+        writing.mkdir()
+        copy(copied(data_dir, state["tokenizer"]), writing)
+        return os.listdir(writing)
 
     def publish():
         write_index(writing, zero.master_dtype, state, sums)
@@ -139,8 +142,8 @@ def save_checkpoint(out_dir, step, zero, state, keep, copies):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
         return agree(mesh.world, attempt if writes else lambda: None)
 
-    copied = on_all_ranks(begin, first) or []
-    written = copied + on_all_ranks(lambda: write_arrays(writing, zero))
+    copies = on_all_ranks(begin, first) or []
+    written = copies + on_all_ranks(lambda: write_arrays(writing, zero))
     names = sorted({name for each in gather_objects(written, mesh.world) for name in each})
     sums = on_all_ranks(lambda: sums_of(writing, names[mesh.world.rank :: mesh.world.size]))
     sums = {name: total for share in gather_objects(sums, mesh.world) for name, total in share.items()}

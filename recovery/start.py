@@ -15,6 +15,7 @@ from accounts import limits
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 from recovery import checkpoint, hang, processes
+from tokenizer import copied
 
 PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
 # Hosts may have other paths to the same files (`compare_hosts`).
@@ -54,6 +55,8 @@ def open_files(config, mesh, device, stack):
     state = None if config.eval_only else tokens["train"].state()
     tokenizer = tokens[splits[0]].first.meta["tokenizer"]
     path = checkpoint.to_resume(config, tokenizer, state)
+    if state and mesh.rank == 0:
+        copied(tokens["train"].first.path.parent, tokenizer)  # each save copies it
     if config.initial_weights and not path:
         checkpoint.check_weights(config, tokenizer)
     operations.trial(config, device)
