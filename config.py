@@ -163,7 +163,7 @@ READ_BY = {  # fields that only this model reads
 }
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1}
 BELOW |= {"train_iters": 1e7}  # each update has a rate in a table
-BELOW |= {"num_layers": 1e5, "chunks": 1e5, "pp": 1e5}  # each is an object
+BELOW |= {"num_layers": 1e4, "chunks": 1e5, "pp": 1e5}  # each is an object
 BELOW |= {"micro_batch_size": 1e6}  # `remedy` tries each smaller one
 MOST_MICRO_BATCHES = 1e5  # of an update: each has an action in a schedule
 NO_EFFECT = (  # on the weights of a resumed run
@@ -296,6 +296,7 @@ def of_checkpoint(index):
             raise UserError(f"{name}={value!r:.40}: should be like {fields[name]!r}")
     config = Config(**fields | {name: saved[name] for name in fields if name in saved})
     check_values(config)
+    check_sizes(config)
     return config
 
 
@@ -347,6 +348,7 @@ def check(c, world):
     require(c, "min_loss_scale", lower, f"should be at most initial_loss_scale={c.initial_loss_scale}")
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
+    require(c, "split", c.split == "val" or c.eval_only, "only --eval_only reads it; should be val in training")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
     return check_layout(c, world)
 
@@ -357,8 +359,8 @@ def divides(small, divisor, big, value, why=""):
         raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
 
 
-def check_layout(c, world):
-    """Raise UserError if a size is not divisible. Return the number of data ranks, dp * cp."""
+def check_sizes(c):
+    """Raise UserError if the model's sizes, or its parts on tp ranks, are not whole numbers."""
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
@@ -368,6 +370,11 @@ def check_layout(c, world):
     if c.model == "llama":
         even = f"heads of size {c.head_size}; should be even, because positions rotate pairs of elements"
         require(c, "num_attention_heads", c.head_size % 2 == 0, even)
+
+
+def check_layout(c, world):
+    """Raise UserError if a size is not divisible. Return the number of data ranks, dp * cp."""
+    check_sizes(c)
     if c.sequence_parallel:
         divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
     divides("cp", c.cp, "seq_length", c.seq_length)

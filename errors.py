@@ -9,12 +9,16 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 if sys.platform == "win32" or sys.version_info < (3, 11):  # the programs import this file before all others
     python = f"Python {sys.version.split()[0]} on {sys.platform}"
     print(f"error: {python}: should be 3.11 or later, on Linux, macOS or WSL (GUIDE.md, Machines)", file=sys.stderr)
     sys.exit(2)
 import fcntl
+
+for name in ("stdin", "stdout", "stderr"):  # one that the shell closed (>&-): no later file may get its number
+    setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
 
 LESS_MEMORY = (
     "set --recompute=full, a smaller --micro_batch_size, --zero, --tp or, on a GPU, --offload; "
@@ -75,6 +79,12 @@ def whole_number(table, name, least=0, most=10**13):
     return value
 
 
+def variable(name, least=0):
+    """Return the whole number in a launcher's environment variable, or `least` without it. Raises UserError."""
+    with reading(f"{name}: should be a whole number"):
+        return whole_number({name: int(os.environ.get(name, least))}, name, least)
+
+
 def fetched(path):
     """Return `path`, a file of a model's folder. Raises UserError if git has only a pointer to it, without its content.
 
@@ -84,7 +94,13 @@ def fetched(path):
     with open(regular(path), "rb") as file:
         if b"version https://git-lfs" in file.read(50):
             raise UserError(f"{path} is a Git LFS pointer, not the file; run git lfs pull")
+    folder, target = Path(path).parent.resolve(), Path(path).resolve()
+    if not {folder, folder.parent.parent / "blobs"} & {*target.parents}:
+        raise UserError(f"{path}: a link to {target}, out of its folder; should be a copy of that file")
     return path
+
+
+LOCKS = []  # files of `locked`
 
 
 @contextlib.contextmanager
@@ -94,22 +110,25 @@ def locked(path, message):
         file = open(path, "w")
     with file:
         try:
-    folder, target = Path(path).parent.resolve(), Path(path).resolve()
-    if not {folder, folder.parent.parent / "blobs"} & {*target.parents}:
-        raise UserError(f"{path}: a link to {target}, out of its folder; should be a copy of that file")
             # With flock, a forked worker would keep the lock longer than this process.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(message) from None
         except OSError:
             pass  # the file system has no locks
+        LOCKS.append(file)
         yield
 
 
+def check_locks():
+    """Raise UserError if the file of a lock that this process holds is not that of its path any more."""
+    for file in (file for file in LOCKS if not file.closed):
+        if not (os.path.exists(file.name) and os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))):
+            why = "was removed, so another process may write into this folder; nothing more is written"
+            raise UserError(f"{file.name}: {why}; choose another folder")
+
+
 # --- the end of a command ---------------------------------------------------------------------------------------------
-LOCKS = []  # files of `locked`
-
-
 
 
 def cause(error):
@@ -123,18 +142,9 @@ def cause(error):
 
 def shown(text):
     """Return `text` with escapes for what a terminal would obey: controls, ends of lines, changes of direction."""
-        LOCKS.append(file)
     return re.sub(
         r"[\0-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda c: ascii(c[0])[1:-1], text
     )
-def check_locks():
-    """Raise UserError if the file of a lock that this process holds is not that of its path any more."""
-    for file in (file for file in LOCKS if not file.closed):
-        if not (os.path.exists(file.name) and os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))):
-            why = "was removed, so another process may write into this folder; nothing more is written"
-            raise UserError(f"{file.name}: {why}; choose another folder")
-
-
 
 
 def report_error(error, shift=0, code=2):
@@ -144,7 +154,7 @@ def report_error(error, shift=0, code=2):
     with shift=1 second.
     """
     line = shown(" ".join(f"error: {error}".splitlines()))
-    print(line, file=sys.stderr, flush=True)
+    print(line, file=sys.stderr)
     write_error_file(line, shift, code)
 
 
@@ -158,17 +168,34 @@ def write_error_file(text, shift=0, code=2):
             os.replace(path + ".new", path)  # torchrun may kill this process now; half a report would end torchrun
 
 
+def losable(stream):
+    """Let a full disk or a closed pipe cost only the text of `stream`: it goes to /dev/null, and no write fails."""
+    write = stream.write
+
+    def attempt(text=""):
+        try:
+            write(text)
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    if "write" not in vars(stream):
+        stream.write = attempt
+    attempt()
+
+
 def end_if_repeated():
     """End a process that torchrun starts again after a mistake. It reports the mistake of the start before again."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    last_path = path.replace(f"attempt_{start}", f"attempt_{start - 1}")
-    if last_path == path:  # set by hand, not by torchrun
-        return
-    with contextlib.suppress(OSError, ValueError, LookupError), open(last_path, encoding="utf-8") as file:
-        if json.load(file)["message"]["errorCode"] == 2:
-            os.rename(last_path, path)
-            sys.exit(2)
+    with contextlib.suppress(UserError, *WRONG):
+        start = variable("TORCHELASTIC_RESTART_COUNT")
+        last_path = path.replace(f"attempt_{start}", f"attempt_{start - 1}")
+        if last_path != path:  # else set by hand, not by torchrun
+            with open(last_path, encoding="utf-8") as file:
+                code = json.load(file)["message"]["errorCode"]
+            if code == 2:
+                os.rename(last_path, path)
+                sys.exit(2)
 
 
 end_if_repeated()  # before the import of torch, which takes seconds
@@ -177,16 +204,18 @@ end_if_repeated()  # before the import of torch, which takes seconds
 def exit_on_user_error(main):
     """Call `main()`. An error with a `cause` ends the program with its line and exit code 2, Ctrl-C with 130."""
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
+    losable(sys.stderr)
     try:
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `| head` closes the pipe early
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
+        losable(sys.stdout)  # otherwise the flush at exit fails
         sys.exit(141)
     except Exception as error:
         if (user_error := cause(error)) is None:
             raise
         report_error(user_error)
+        losable(sys.stdout)
         sys.exit(2)

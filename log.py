@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -324,9 +324,7 @@ class Logger:
 
     def say(self, text):
         if self.first:
-            with suppress(OSError):  # a full disk under stdout costs the text, not the run
-                tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()
+            tqdm.write(text, file=sys.stdout)
 
     def log(self, row):
         """Write an `Interval.row`. Every rank calls this. Raises UserError on all ranks if out_dir was removed."""

@@ -25,7 +25,7 @@ The files grow in DIR.part, which is renamed to DIR at the end. After a crash, t
 finished blocks again, without encoding them.
 """
 
-from errors import UserError, exit_on_user_error, explained, locked, reading, regular, shown  # isort: skip
+from errors import UserError, check_locks, exit_on_user_error, explained, locked, losable, reading, regular, shown  # isort: skip
 from options import Parser, within  # isort: skip
 import bisect
 import codecs
@@ -393,6 +393,7 @@ class Output:
 
 def main():
     """Run the command line. A lock in DIR.part refuses a second command with the same DIR."""
+    losable(sys.stdout)
     about = "Text to tokens on disk: DIR/{train,val,test}.bin. After a stop, the same command resumes."
     parser = Parser("python prepare.py", description=about, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

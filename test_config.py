@@ -251,7 +251,9 @@ def test_a_restart_of_torchrun_does_not_repeat_a_mistake(monkeypatch, tmp_path):
 
 def end_of(tmp_path, line="pass", redirection="", **environment):
     """Run a program that prints "é", writes a file and then runs `line`. Return (exit code, stdout, stderr)."""
-    program = f"import errors\ndef main():\n    print('work \u00e9')\n    open('result', 'w').close()\n    {line}\n"
+    program = (
+        f"import errors, sys\ndef main():\n    print('work \u00e9')\n    open('result', 'w').close()\n    {line}\n"
+    )
     (tmp_path / "program.py").write_text(program + "errors.exit_on_user_error(main)\n", "utf-8")
     command = ["bash", "-c", f"{sys.executable} program.py {redirection}"]
     environment = os.environ | {"PYTHONPATH": str(HERE), "PYTHONIOENCODING": "utf-8"} | environment
@@ -282,8 +284,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, line, code, err):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="macOS has no /dev/full")
 def test_a_full_disk_does_not_stop_the_work(tmp_path):
     assert end_of(tmp_path, redirection="2>/dev/full") == (0, "work é\n", "")
-    code, _, err = end_of(tmp_path, redirection=">/dev/full")
-    assert code != 0 and "No space left on device" in err
+    full = (2, "", "error: the system refused a call: No space left on device\n")
+    assert end_of(tmp_path, redirection=">/dev/full", PYTHONUNBUFFERED="") == full
+    assert end_of(tmp_path, "errors.losable(sys.stdout)", ">/dev/full", PYTHONUNBUFFERED="") == (0, "", "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_does_not_stop_the_work(tmp_path, closed):
+    assert end_of(tmp_path, "assert sys.stderr.fileno() == 2 and sys.stdout.fileno() == 1", closed)[0] == 0
 
 
 def test_a_reader_that_leaves_does_not_stop_the_work(tmp_path):

@@ -376,7 +376,11 @@ def test_a_new_run_keeps_the_rows_of_an_older_one(config, monkeypatch, capsys):
 
 def test_a_line_that_no_run_has_written_is_left_out(config):
     good = log.to_json(row_of(10))
-    bad = '{"iteration": 11, "timers_ms": {"a": Infinity}}', "[" * 100_000
+    bad = (
+        '{"iteration": 11, "timers_ms": {"a": Infinity}}',
+        '{"iteration": 12, "timers_ms": {"a": 1e999}}',
+        "[" * 100_000,
+    )
     file_of(config).write_text("\n".join([good, *bad, ""]))
     assert list(logged(config, row_of(20), iteration=15)) == [10, 20]
 

@@ -675,6 +675,13 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
     assert {*"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500".split()} <= {*joined}
 
 
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_launchers_variable_that_is_no_number_is_one_line(monkeypatch, name):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(UserError, match=f"^{name}: should be a whole number: ValueError: .*'x'"):
+        checkpoint.restarted() or processes.join_processes()
+
+
 @pytest.mark.parametrize("world, loopback", [("2", True), ("4", False)])
 def test_processes_of_one_host_connect_over_its_loopback(world, loopback):
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", WORLD_SIZE=world):
@@ -779,13 +786,6 @@ def test_a_second_run_in_the_same_folder_is_refused(tokens_dir, tmp_path):
         go(configured(tmp_path / "out", tokens_dir))
 
 
-def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir, tmp_path, capsys):
-    """It changes no file and takes no lock."""
-    config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100, dtype="fp32")
-    trained = validation_losses(config)
-    with held_elsewhere(tmp_path / "lock"):
-        before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
-        for split, dtype in (("val", "fp32"), ("val", "fp64"), ("val", "bf16"), ("test", "fp32")):
 @pytest.mark.parametrize("log_interval", [1, 100])
 def test_a_run_ends_before_a_row_or_a_save_if_its_folder_was_made_again(
     tokens_dir, tmp_path, monkeypatch, log_interval
@@ -806,6 +806,13 @@ def test_a_run_ends_before_a_row_or_a_save_if_its_folder_was_made_again(
     ]
 
 
+def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir, tmp_path, capsys):
+    """It changes no file and takes no lock."""
+    config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100, dtype="fp32")
+    trained = validation_losses(config)
+    with held_elsewhere(tmp_path / "lock"):
+        before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+        for split, dtype in (("val", "fp32"), ("val", "fp64"), ("val", "bf16"), ("test", "fp32")):
             capsys.readouterr()
             go(replace(config, train_iters=0, eval_only=True, split=split, dtype=dtype))
             name, out = "validation" if split == "val" else "test", capsys.readouterr().out

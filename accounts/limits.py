@@ -7,7 +7,7 @@ import torch
 
 import config as configuration
 from accounts import zero_states
-from errors import LESS_MEMORY, UserError
+from errors import LESS_MEMORY, UserError, variable
 from operations import DTYPES, resolved_dtype
 from parallel.layout import Layout, build_for, number_of_micro_batches
 from parallel.units import unit_specs
@@ -40,7 +40,7 @@ def needed(c, ranks, device):
 
 def refuse_too_large(c, ranks, device):
     """Raise UserError if this rank has too little memory for the fullest rank."""
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // variable("LOCAL_WORLD_SIZE", 1)
     remedy = LESS_MEMORY
     if device.type == "cuda":
         have = torch.cuda.get_device_properties(device).total_memory

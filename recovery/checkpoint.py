@@ -123,7 +123,6 @@ def save_checkpoint(out_dir, step, zero, state, keep, data_dir):
     writing = final.with_name(final.name + ".writing")
 
     def begin():
-        writing.mkdir()
         check_locks()
         writing.mkdir()
         copy(copied(data_dir, state["tokenizer"]), writing)
@@ -273,6 +272,7 @@ def check_index(index):
     check_keys("index.json", index)
     for name in ("config", "shapes", "files"):
         require(type(index[name]) is dict, name, index[name])
+    whole_number(index["config"], "max_position_embeddings")
     require(type(index["data"]) is list, "data", index["data"])
     # numpy would make Python objects of the files' bytes if the dtype were `object`.
     require(index["dtype"] in ("float32", "float64"), "dtype", index["dtype"])
@@ -284,6 +284,7 @@ def check_index(index):
     check_keys("counters", index["counters"])
     for name in KEYS["counters"]:
         whole_number(index["counters"], name)
+    whole_number(index["counters"], "updates", most=index["counters"]["iteration"])
     for entry in index["data"]:
         check_keys("data", entry)
         whole_number(entry, "share", 1, LONGEST_CYCLE)
@@ -293,7 +294,7 @@ def check_index(index):
     require(type(scale["dynamic"]) is bool, "dynamic", scale["dynamic"])
     require(type(scale["scale"]) is float and 0 < scale["scale"] < math.inf, "scale", scale["scale"])
     for name in index["files"]:
-        require(Path(name).name == name, "the name of a file", name)
+        require(Path(name).name == name and name.isprintable(), "the name of a file", name)
 
 
 def to_resume(config, tokenizer, data):
@@ -341,7 +342,7 @@ def refuse_other_model(config, tokenizer, path, index, names):
     for name in names:
         if saved.get(name, values[name]) != values[name]:
             raise UserError(f"{name}={values[name]}: the checkpoint {path} has {name}={saved[name]}")
-    positions = saved["max_position_embeddings"] or saved["seq_length"]
+    positions = saved["max_position_embeddings"] or saved.get("seq_length")
     if positions != config.positions and "embedding.position" in index["shapes"]:  # a table of positions
         fields = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
         remedy = f"set --max_position_embeddings={positions}"
@@ -360,7 +361,7 @@ def check_weights(config, tokenizer):
 
 def restarted():
     """Return whether torchrun or Slurm started this command again."""
-    return any(int(os.environ.get(f"{name}_RESTART_COUNT", 0)) for name in ("TORCHELASTIC", "SLURM"))
+    return any(variable(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

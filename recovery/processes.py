@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-from errors import UserError, cause, explained, locked, report_error, write_error_file
+from errors import UserError, cause, explained, locked, report_error, variable, write_error_file
 from parallel.comm import CommunicationError, group_options
 
 # {number of processes of mpirun or srun: torchrun's variables}
@@ -47,7 +47,7 @@ def join_processes():
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise UserError(f"torch {torch.__version__} is too old; should be 2.11 or later, as in requirements.txt")
     device, backend = torch.device("cpu"), "gloo"
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = variable("LOCAL_WORLD_SIZE", 1)
     cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
     if torch.cuda.is_available():
         if processes > (gpus := torch.cuda.device_count()):
@@ -63,7 +63,7 @@ def join_processes():
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
     if "WORLD_SIZE" in os.environ:
-        if int(os.environ["WORLD_SIZE"]) == processes:
+        if variable("WORLD_SIZE", 1) == processes:
             stay_on_this_host()
         connect(backend)
     return device
@@ -77,8 +77,8 @@ def connect(backend):
         store, rank, size = next(dist.rendezvous("env://", timeout=JOIN))
         store, options = part_of_this_start(store, rank, size), group_options(backend, JOIN)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=JOIN, pg_options=options)
-    except ValueError as error:  # a variable is missing
-        raise UserError(error) from None
+    except ValueError as error:  # a variable is missing, or no number
+        raise UserError(f"RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: {error}") from None
     except RuntimeError as error:
         leave(f"rank {os.environ['RANK']} can't join the other ranks: {str(error).splitlines()[0]}", 1)
 
@@ -131,11 +131,11 @@ def together(world, work):
     try:
         work()
     except CommunicationError as error:
-        leave(error, 1)
-    except Exception as error:
         with suppress(RuntimeError, ValueError):  # the store's process may be gone
             if default_store().check(["ended"]):
                 error = f"a rank has ended the run alone, not by numbers that all ranks have; {error}"
+        leave(error, 1)
+    except Exception as error:
         user_error = cause(error)
         if user_error is None:
             write_error_file(traceback.format_exc(), code=1)  # a defect: torchrun's report shows the traceback
@@ -158,11 +158,10 @@ def finish_process():
 
     Python's own exit would abort if a thread is in torch's code.
     """
+    default_store().set("ended", "")
     dist.destroy_process_group()
     atexit._run_exitfuncs()
-    default_store().set("ended", "")
     sys.stdout.flush()  # may raise BrokenPipeError, for `exit_on_user_error`
-    sys.stderr.flush()
     os._exit(0)
 
 

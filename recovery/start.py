@@ -12,7 +12,7 @@ import config as configuration
 import data
 import operations
 from accounts import limits
-from errors import UserError, explained
+from errors import UserError, explained, losable
 from parallel.comm import agree, gather_objects
 from recovery import checkpoint, hang, processes
 from tokenizer import copied
@@ -46,6 +46,7 @@ def open_files(config, mesh, device, stack):
     ranks wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
+        losable(sys.stdout)
         for name in filter(vars(config).get, ("tensorboard", "wandb")):
             configuration.require(config, name, find_spec(name), f"needs a package: pip install {name}")
         stack.enter_context(processes.lock(config.out_dir))
@@ -54,9 +55,9 @@ def open_files(config, mesh, device, stack):
     tokens = {s: data.Mixture(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
     state = None if config.eval_only else tokens["train"].state()
     tokenizer = tokens[splits[0]].first.meta["tokenizer"]
-    path = checkpoint.to_resume(config, tokenizer, state)
     if state and mesh.rank == 0:
         copied(tokens["train"].first.path.parent, tokenizer)  # each save copies it
+    path = checkpoint.to_resume(config, tokenizer, state)
     if config.initial_weights and not path:
         checkpoint.check_weights(config, tokenizer)
     operations.trial(config, device)

@@ -95,6 +95,14 @@ def test_a_wrong_word_is_one_line_or_no_obstacle(template, tmp_path, monkeypatch
     end_well(template, tmp_path, monkeypatch, capfd, module, [wrong, *words.split()[1:]])
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="macOS has no /dev/full")
+@pytest.mark.parametrize("module, words", [COMMANDS[i][:2] for i in (0, 2, 5)])
+def test_a_full_disk_under_stdout_costs_no_product(template, tmp_path, monkeypatch, capfd, module, words):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert not end_well(template, tmp_path, monkeypatch, capfd, module, words.split())
+
+
 # --- mistakes.txt -----------------------------------------------------------------------------------------------------
 
 
