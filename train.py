@@ -285,9 +285,8 @@ def main():
     """Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of
     the user, or if torchrun died.
     """
-    faulthandler.enable(
-        sys.__stderr__ or sys.stderr
-    )  # after SIGBUS (a data file became shorter), shows where each thread was
+    # After SIGBUS (a data file became shorter), show where each thread was.
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
     device = processes.join_processes()
     world = everyone()
 
