@@ -478,7 +478,8 @@ def make(args, tokenizer, files, first, weights, output, folder):
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     about = p["made_from"]["input"]["bytes"] // PIECE
-    with contextlib.closing(results), tqdm(results, total=about, initial=p["blocks"], unit="block") as bar:
+    bar = tqdm(results, total=about, initial=p["blocks"], unit="block", disable=None)
+    with contextlib.closing(results), bar:
         for encoded, problems, unknown in bar:
             if problems and args.inputs and args.on_error == "stop":
                 output.save()

@@ -1,10 +1,11 @@
-"""Write schedules and the memory of a rank as one HTML file with sliders: python -m accounts.page --out=lecture.html
+"""Write schedules, memory and messages of a rank as one HTML file with sliders: python -m accounts.page
 
 The project's functions compute a row for each choice of the sliders. `page.html` draws the rows and adds bytes.
 """
 
 import base64
 import json
+import sys
 import zlib
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import config as configuration
-from accounts import draw
+from accounts import draw, ledger
 from accounts.devices import DEVICES
 from accounts.search import FIELDS, PLAIN, table_of
 from errors import UserError, exit_on_user_error, explained
@@ -54,7 +55,7 @@ KINDS = draw.KINDS | {  # of boxes: meaning, colour
 }
 AXES = {  # of each table: a row depends on these choices
     "pictures": ("name", "stages", "microbatches", "chunks", "cost", "comm"),
-    "states": ("model", "dp", "tp", "pp", "zero", "schedule", "m"),
+    "states": ("model", "dp", "tp", "pp", "zero", "sequence_parallel", "schedule", "m"),
     "activations": ("model", "tp", "pp", "sequence_parallel", "recompute", "micro_batch_size", "schedule", "m"),
 }
 
@@ -82,31 +83,44 @@ def table_named(name):
     return table_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"))
 
 
-def bytes_of_ranks(model, m, dp=1, **fields):
-    """Return [{part: bytes}] of the pipeline ranks of a layout."""
+def ranks_of(wanted, model, m, dp=1, **fields):
+    """Return [({part: bytes kept}, [(bytes sent, axis, what, operation, how often)])] of a layout's pipeline ranks.
+
+    wanted: a function of a part that is kept, or of the column "how often" of what is sent.
+    """
     facts = table_named(model)
     fields["chunks"] = schedules.usual_chunks(fields["schedule"])
     samples = fields.get("micro_batch_size", 1)
     c = replace(facts.config, **PLAIN | fields, global_batch_size=samples * m * dp)
     configuration.check(c, dp * c.tp * c.pp)
     layout = facts.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
-    return [facts.on_gpu(c, layout, m, rank) for rank in range(c.pp)]
+    ranks, per = [], ledger.how_often(layout)
+    for rank in range(c.pp):
+        kept = {what: n for what, n in facts.on_gpu(c, layout, m, rank).items() if n and wanted(what)}
+        sent = facts.sent(layout, m, samples, rank).items()
+        ranks.append((kept, [(int(n), *row, ", ".join(per[row])) for row, (_, n) in sent if wanted(per[row])]))
+    return ranks
+
+
+def of_states(what):
+    """Return whether ZeRO divides a part, or a message is that of a bucket or a step."""
+    return what in STATES or "bucket" in what or what == ("step",)
 
 
 def states(**choices):
-    """Return the bytes of each rank that ZeRO divides."""
-    return [{what: kept[what] for what in STATES if kept.get(what)} for kept in bytes_of_ranks(**choices)]
+    """Return what each rank keeps and sends because of its parameters."""
+    return ranks_of(of_states, **choices)
 
 
 def activations(**choices):
-    """Return the other bytes of each rank."""
-    return [{what: n for what, n in kept.items() if n and what not in STATES} for kept in bytes_of_ranks(**choices)]
+    """Return what else each rank keeps and sends."""
+    return ranks_of(lambda what: not of_states(what), **choices)
 
 
 def table(function):
     """Return (AXES, a row as JSON for each choice, in the order of `product`). A wrong choice has {"error": text}."""
     names, rows = AXES[function.__name__], []
-    for values in tqdm([*product(*map(CHOICES.get, names))], desc=function.__name__):
+    for values in tqdm([*product(*map(CHOICES.get, names))], desc=function.__name__, disable=None):
         try:
             row = function(**dict(zip(names, values, strict=True)))
         except UserError as error:
@@ -142,6 +156,7 @@ def main(arguments=None):
     parser = Parser(prog="python -m accounts.page", allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="lecture.html", metavar="FILE", help="the page (default: lecture.html)")
     options = parser.parse_args(arguments)
+    print("This takes about a minute.", file=sys.stderr)
     with explained(options.out):
         Path(options.out).write_text(text := page(), "utf-8")
     print(f"{options.out}: {len(text.encode()):,} bytes; open it in a browser")

@@ -1,6 +1,8 @@
 """The page in a real browser shows the numbers of the project's functions. Skipped without Chromium."""
 
+import contextlib
 import html
+import io
 import json
 import re
 import shlex
@@ -12,7 +14,7 @@ import pytest
 
 import config
 import plan
-from accounts import draw, page, search
+from accounts import draw, ledger, page, search, traffic
 from accounts.devices import DEVICES
 from errors import UserError
 
@@ -25,7 +27,7 @@ FEW |= dict(model=("gpt3_1b3", "gpt3_13b"), pp=(1, 2, 4), m=(6, 8, 32), micro_ba
 ADDRESSES = [  # of the first view
     f"lang=en&a={name}&b=&stages={p}&microbatches={m}&chunks={v}&cost={cost}&comm={comm}"
     for name in page.NAMES
-    for p, m, v, cost, comm in [(2, 4, 2, "1,1,1", 0), (4, 3, 3, "2,1,1", 0.5), (4, 8, 3, "2,1,1", 0)]
+    for p, m, v, cost, comm in [(2, 4, 2, "1,1,1", 0), (4, 3, 3, "2,1,1", 0.5), (4, 8, 3, "1,1,1", 0)]
 ]
 LAYOUTS = [  # of the second view
     "dp=4&tp=2&pp=2&zero=1&sequence_parallel=true&micro_batch_size=2&schedule=zb-h1&vary=m",
@@ -44,6 +46,10 @@ addEventListener("load", () => setTimeout(async () => {
     wrong: all(`#${view} .wrong`).map(e => e.textContent),
     rows: all(`#${view} svg > *`).map(e => e.tagName == "text" ? e.textContent : e.dataset.about ?? ""),
     notes: all(`#${view} .pictures code`).map(e => e.textContent),
+    table: all(`#${view} tr`).map(tr => [...tr.children].map(e => e.textContent)),
+    grey: all(`#${view} [data-id]:disabled`).map(e => e.dataset.id),
+    overlaps: all(`#${view} svg text`).map(e => e.getBoundingClientRect()).filter((a, i, all) => all.some((b, j) =>
+      j < i && a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)).length,
   });
   for (const [view, address] of ADDRESSES) {
     location.hash = address;
@@ -52,12 +58,12 @@ addEventListener("load", () => setTimeout(async () => {
   }
   const ask = (selector, event) => document.querySelector(selector).dispatchEvent(event);
   const click = selector => ask(selector, new MouseEvent("click", {bubbles: true}));
-  location.hash = "lang=en&b=&microbatches=4";
+  location.hash = "lang=en&b=&microbatches=4&dp=4";
   dispatchEvent(new Event("hashchange"));
   const slider = document.querySelector("input[data-id=microbatches]");
   slider.value = 0;
   ask("input[data-id=microbatches]", new Event("input", {bubbles: true}));
-  const moved = {schedules: shown("schedules"), address: location.hash};
+  const moved = {schedules: shown("schedules"), memory: shown("memory"), address: location.hash};
   click('[data-try="memory 4"]');
   click("#schedules .box");
   const picked = shown("memory");
@@ -71,11 +77,14 @@ addEventListener("load", () => setTimeout(async () => {
 
 
 @pytest.fixture(scope="module")
-def text():
+def text(tmp_path_factory):
     """Return a page with fewer choices than usual."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "CHOICES", page.CHOICES | FEW)
-        yield page.page()
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            page.main([f"--out={(path := tmp_path_factory.mktemp('page') / 'page.html')}"])
+        assert said.getvalue() == "This takes about a minute.\n"  # and no bar
+        yield path.read_text("utf-8")
 
 
 def shown(text, folder):
@@ -84,7 +93,7 @@ def shown(text, folder):
     script = SCRIPT.replace("of ADDRESSES", f"of {json.dumps(addresses)}")
     (folder / "page.html").write_text(text.replace("</html>", f"<script>{script}</script>"), "utf-8")
     options = "--headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom".split()
-    command = [BROWSER, *options, f"file://{folder}/page.html"]
+    command = [BROWSER, *options, "--window-size=390,800", f"file://{folder}/page.html"]
     browser = subprocess.run(command, capture_output=True, text=True, timeout=300)
     found = re.search("ANSWER(.*)END", browser.stdout, re.DOTALL)
     assert found, browser.stdout[-2000:] + browser.stderr[-2000:]
@@ -127,6 +136,12 @@ def check_bars(answer, address):
             expected.append(f"{page.KINDS[part][0]}, stage {facts['fullest_rank']}: {size:,} bytes")
     assert answer["rows"][first : first + len(expected)] == expected
     assert f"{sum(facts['memory_bytes'].values()) / 1e9:.1f}" in answer["rows"][first - 1]
+    titles, *lines = answer["table"]
+    column = titles.index(answer["rows"][first - 2])
+    step = traffic.predict_step(c, options.gpus)
+    per, sent = ledger.how_often(step.layout), step.sent[facts["fullest_rank"]]
+    expected = {(*row, ", ".join(per[row]), f"{int(n):,}") for row, (_, n) in sent.items()}
+    assert {(*row[:4], row[column]) for row in lines if row[column] != "-"} == expected
     return True
 
 
@@ -138,6 +153,9 @@ def test_the_numbers_are_the_projects(text, tmp_path):
     assert [check_bars(*pair) for pair in zip(bars, LAYOUTS, strict=True)] == [True] * 5 + [False]
     assert "microbatches=3" in found["moved"]["address"] and check_pictures(found["moved"]["schedules"])
     assert check_bars(found["picked"], "vary=recompute")
+    below = found["moved"]["memory"]
+    assert found["moved"]["schedules"]["grey"] == ["chunks"] and below["grey"] == ["zero", "sequence_parallel"]
+    assert "a100-80g 85.9 GB" in below["rows"] and not any(a["overlaps"] for a in [below, *found["answers"]])
     first_box = next(row for row in found["picked"]["rows"] if "bytes" in row)
     assert found["details"] == ["rank 0: F0, 0 - 1", first_box]
     assert not re.search("[ぁ-ん]", "".join(found["heads"])) and re.search("[ぁ-ん]", "".join(found["japanese"]))
@@ -157,5 +175,5 @@ def test_a_wrong_page_is_found(text, tmp_path, right, wrong):
 
 def test_the_file_is_short_and_needs_no_network():
     written = Path(page.__file__).with_suffix(".html").read_text("utf-8")
-    assert len(written.encode()) <= 14_000
+    assert len(written.encode()) <= 16_000
     assert not re.search(r"(src|href)=\"?(https?:|//)|@import|fetch\(|url\(\"?http", written)
