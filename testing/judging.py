@@ -65,7 +65,7 @@ def pytest_collectreport(report):
 
 def need_pytest():
     if not importlib.util.find_spec("pytest"):
-        raise UserError("this needs pytest: pip install -r requirements-dev.txt")
+        raise UserError("this needs pytest: pip install pytest")
 
 
 def git(*words, folder=None):

@@ -1,5 +1,6 @@
 """check.py finds mistakes in a changed model, and says where. Each edit is made in a copy of the project."""
 
+import runpy
 from types import SimpleNamespace
 from unittest import mock
 
@@ -143,6 +144,14 @@ def test_one_process_passes(tmp_path, name):
     arguments = dict(resumed=(here, c, 1), overflow=(here, c), first_losses=(here, c), kernels=(c, "auto"))
     cause = getattr(check, name)(*arguments.get(name, [c]))
     assert not cause, cause
+
+
+def test_an_older_triton_is_skipped(monkeypatch, capsys):
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.6.0")
+    with pytest.raises(pytest.skip.Exception, match=r"required is: '3\.7'"):
+        runpy.run_path(ROOT / "testing/interpreted.py")
+    assert not check.show("kernels", check.kernels, check.small(tiny_config(1)), "auto")
+    assert capsys.readouterr().out.startswith("skipped kernels")
 
 
 def test_generation_with_a_part_in_float32_is_skipped(monkeypatch):
