@@ -6,13 +6,14 @@ Batch b, sequence s, hidden size h, vocabulary v, a heads of size d = h/a. L+2 =
 It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
 
 `torchrun --nproc_per_node=2 FILE` starts n=2 processes. Each process runs the whole FILE. A process is called a rank,
-and so is its number, 0 or 1. Ranks share no memory. They send tensors with four operations (rung 20: AllToAll, too):
+and so is its number, 0 or 1. Ranks share no memory. They send tensors with five operations (AllToAll: rung 20):
 
                      before: rank 0|1     after: rank 0|1      each rank sends (N: numbers in the whole tensor)
     AllReduce                     1|2              3|3         2N(n-1)/n: a ReduceScatter, then an AllGather
     ReduceScatter               1,2|3,4            4|6          N(n-1)/n
     AllGather                     1|2            1,2|1,2        N(n-1)/n
-    SendRecv                      1|                |1          N (only rank 0)
+    AllToAll                  1,2|3,4          1,3|2,4          N(n-1)/n
+    SendRecv                      1|               1|1          N (only rank 0; it keeps its tensor)
 
 Each rung begins with a card. Its bytes are those of rank 0 with n=2, in brackets with n=4.
 
@@ -42,7 +43,7 @@ def connect(*allowed):
     if n not in allowed:
         if rank == 0:
             right = " or ".join(map(str, allowed))
-            print(f"error: processes={n}: {sys.argv[0]} needs {right}", file=sys.stderr)
+            print(f"error: nproc_per_node={n}: {sys.argv[0]} needs {right}", file=sys.stderr)
         sys.exit(0 if "RANK" in os.environ else 2)  # after a 2, torchrun would print 30 lines of its own
     if n > 1:  # Gloo sends between CPUs, NCCL between GPUs. A rank waits for a minute at most
         dist.init_process_group("gloo", timeout=timedelta(minutes=1))

@@ -6,7 +6,8 @@
 
 Sends   P(n-1)/n gradients in each of m=2 micro-batches, P(n-1)/n weights: 1,019,904 bytes (n=4: 1,529,856).
 Memory  as rung 6: 1,699,840 bytes (n=4: 1,189,888). During backward also one whole gradient, of one tensor.
-Bad     it sends m+1 times P(n-1)/n numbers, rung 6 only 2 times. Weights are whole (-> 8).
+Bad     it sends m+1 times P(n-1)/n numbers, rung 6 only 2 times. With m=1 they send as much, as the paper says; here m
+        is 2. Weights are whole (-> 8).
 """
 
 import torch

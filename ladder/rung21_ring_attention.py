@@ -14,8 +14,9 @@ Sends   per block 2bsh/n numbers in each of n-1 turns, in forward and in backwar
         1,073,152 bytes (n=4: 1,609,728).
 Memory  as rung 4: 2,719,744 bytes (n=4: 2,719,744). Activations of s/n tokens, but k and v of all turns stay.
 Bad     all ranks compute all turns, also those where no token sees a key. If rank 0 skips its turns, it waits. With the
-        parts r and 2n-1-r of 2n on rank r (a zigzag) all have equal work. Or exchange tokens for heads:
-        `ulysses` (parallel/context.py).
+        parts r and 2n-1-r of 2n on rank r (a zigzag) all have equal work. Here keys and values travel after a turn, and
+        all ranks wait; in the paper they travel while the turn computes. Or exchange tokens for heads: `attend`
+        (parallel/context.py).
 """
 
 import torch
