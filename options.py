@@ -47,7 +47,7 @@ train-batch-size: use --global_batch_size
 train-micro-batch-size-per-gpu training.local-batch-size batch-size: use --micro_batch_size
 gradient-accumulation-steps .*batch-accumulation.*: not needed: it is --global_batch_size / (--micro_batch_size * dp)
 steps-per-print .*log-every-n-steps metrics.log-freq: use --log_interval
-wall-clock-breakdown log-throughput: not needed: the times are always printed
+wall-clock-breakdown log-throughput timing-log-level: not needed: the times are always printed
 log-.*-to-tensorboard: not needed: --tensorboard=DIR gets all numbers
 profile-.* profiling.*: use --profile=DIR
 zero-optimization stage data-parallel-sharding-strategy use-distributed-optimizer: use --zero=1, 2 or 3
@@ -55,7 +55,14 @@ use-megatron-fsdp .*data-parallel-shard-degree: use --zero=1, 2 or 3
 .*data-parallel-replicate-degree: use --zero_copies
 zero-allow-untested-optimizer: not needed: --zero works with each --optimizer
 offload-optimizer cpu-offload optimizer-cpu-offload: use --offload=True
-overlap-.*: not needed: communication always overlaps computation
+(tp-comm-)?overlap.*: not needed: communication overlaps computation where it can
+no-async-tensor-model-parallel-allreduce: not needed: backward always computes dW meanwhile
+DDP-impl use-torch-fsdp2: use --zero (0: as DDP, 3: as FSDP)
+use-flash-attn.* attention-backend: not needed: on a GPU PyTorch chooses a fused attention; --kernels=triton has our own
+attention-softmax-in-fp32: not needed: softmax is always computed in float32
+accumulate-allreduce-grads-in-fp32: not needed: gradients are always summed in float32
+use-cpu-initialization: not needed: initial weights are always computed on the CPU
+transformer-impl use-mcore-models: not needed: there is one implementation
 .*bucket-size stage3-max-.*: not needed: a bucket is a unit of the model
 .*tensor-parallel-degree: use --tp
 .*pipeline-parallel-degree: use --pp

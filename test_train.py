@@ -605,11 +605,12 @@ def test_the_log_of_a_job_of_slurm_ends_with_the_first_nodes_mistake(tmp_path, n
 @pytest.mark.slow
 @in_the_shell
 def test_a_job_of_slurm_that_is_ended_leaves_no_file(tmp_path):
-    process = job_of_slurm(tmp_path, torchrun="sleep 1", TMPDIR=str(tmp_path))
+    """torchrun writes its report first."""
+    report = 'sleep 1; echo > "$TORCHELASTIC_ERROR_FILE" && echo saved'
+    process = job_of_slurm(tmp_path, torchrun=report, TMPDIR=str(tmp_path))
     wait_for((tmp_path / "said").exists, process)
     process.terminate()
-    process.wait(timeout=20)
-    assert not list(tmp_path.glob("tmp*"))
+    assert output_of(process) == "saved\n" and not list(tmp_path.glob("tmp*"))
 
 
 # --- in this process --------------------------------------------------------------------------------------------------
@@ -672,7 +673,7 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
         processes.join_processes()
     command = str(error.value).rpartition(" with: ")[2].replace("python train.py --tp=2", "env")
     joined = subprocess.check_output(command, shell=True, text=True).split()
-    assert {*"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500".split()} <= {*joined}
+    assert {*"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500 OMP_NUM_THREADS=1".split()} <= {*joined}
 
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])

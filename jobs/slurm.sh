@@ -13,6 +13,11 @@
 # another end, because torchrun's exit code does not tell a stop from a mistake. With --pp on many nodes, add
 # --order=pp-dp-tp if plan.py says that it is faster.
 #
+# All tasks of a job array get the same words. So a task's number must choose its folder in the configuration file:
+#
+#     import os
+#     out_dir = f"out/task_{os.environ['SLURM_ARRAY_TASK_ID']}"
+#
 # If a torchrun dies or never starts, srun ends the others after 60 s (--wait), and the job fails; submit it again to
 # resume. This cuts off no save: the ranks of all nodes wait until it is complete. After your own scancel or a
 # preemption, Slurm kills the run after KillWait (30 s by default). A stopped run ends with tracebacks of torchrun
@@ -45,6 +50,7 @@ stop() {
     fi
 }
 trap stop USR1
+trap : TERM # wait for the step, which needs "$errors" until its end
 
 export errors=$(mktemp -d) # the first node's torchrun copies the report of the first error into it
 trap 'rm -rf "$errors"' EXIT
