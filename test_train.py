@@ -665,7 +665,8 @@ def test_skipped_updates_stop_the_run_and_replace_no_good_checkpoint(config_file
 def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(monkeypatch, launcher, variables):
     monkeypatch.setattr(sys, "argv", ["train.py", "--tp=2"])
     ones = [f"{name}=1" for name in processes.LAUNCHERS]  # one launcher may start the other
-    for variable in [*variables.split(), *ones, "SLURM_NTASKS=4"]:  # the last one is also in the batch shell
+    # SLURM_NTASKS is also in the batch shell.
+    for variable in [*variables.split(), *ones, "SLURM_NTASKS=4", "OMP_NUM_THREADS=2"]:
         monkeypatch.setenv(*variable.split("="))
     assert processes.join_processes().type == "cpu"
     monkeypatch.setenv(launcher, "4")
@@ -673,7 +674,8 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
         processes.join_processes()
     command = str(error.value).rpartition(" with: ")[2].replace("python train.py --tp=2", "env")
     joined = subprocess.check_output(command, shell=True, text=True).split()
-    assert {*"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500 OMP_NUM_THREADS=1".split()} <= {*joined}
+    expected = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_PORT=29500 OMP_NUM_THREADS=1"
+    assert {*expected.split()} <= {*joined}
 
 
 @pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])

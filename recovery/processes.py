@@ -23,9 +23,9 @@ from parallel.comm import CommunicationError, group_options
 
 # {number of processes of mpirun or srun: torchrun's variables}
 LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"
+    "OMPI_COMM_WORLD_SIZE": "OMP_NUM_THREADS=1 RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"
     " LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE",
-    "SLURM_STEP_NUM_TASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS"
+    "SLURM_STEP_NUM_TASKS": "OMP_NUM_THREADS=1 RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS"
     " LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS/SLURM_STEP_NUM_NODES))",
 }
 JOIN = timedelta(minutes=10)  # the default of comm_timeout, which is not known yet
@@ -42,7 +42,7 @@ def join_processes():
     launcher = next((name for name in LAUNCHERS if os.environ.get(name, "1") != "1"), None)
     if launcher and "WORLD_SIZE" not in os.environ:
         why = f"{launcher}={os.environ[launcher]} without WORLD_SIZE: each process would train alone"
-        shell = f"sh -c 'MASTER_ADDR=HOST0 MASTER_PORT=29500 OMP_NUM_THREADS=1 {LAUNCHERS[launcher]} python {' '.join(sys.argv)}'"
+        shell = f"sh -c 'MASTER_ADDR=HOST0 MASTER_PORT=29500 {LAUNCHERS[launcher]} python {' '.join(sys.argv)}'"
         raise UserError(f"{why}; use torchrun (GUIDE.md, Several hosts), or the same launcher with: {shell}")
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise UserError(f"torch {torch.__version__} is too old; should be 2.11 or later, as in requirements.txt")

@@ -146,12 +146,11 @@ def test_one_process_passes(tmp_path, name):
     assert not cause, cause
 
 
-def test_an_older_triton_is_skipped(monkeypatch, capsys):
+def test_an_older_triton_is_skipped(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.6.0")
     with pytest.raises(pytest.skip.Exception, match=r"required is: '3\.7'"):
         runpy.run_path(ROOT / "testing/interpreted.py")
-    assert not check.show("kernels", check.kernels, check.small(tiny_config(1)), "auto")
-    assert capsys.readouterr().out.startswith("skipped kernels")
+    assert not check.show("kernels", check.kernels, None, "auto")
 
 
 def test_generation_with_a_part_in_float32_is_skipped(monkeypatch):
