@@ -56,7 +56,7 @@ MODULES = {  # {module here: modules there}; # is the number of the block
     "head.norm": (None, None, "norm"),
     "head": (None, None, "lm_head"),  # without the prefix
 }
-FIELDS = {  # {field of Config: field there}
+CONVERTED = {  # {field of Config: field there}
     "num_layers": ("n_layer", "num_hidden_layers", "num_hidden_layers"),
     "hidden_size": ("n_embd", "hidden_size", "hidden_size"),
     "num_attention_heads": ("n_head", "num_attention_heads", "num_attention_heads"),
@@ -231,7 +231,7 @@ def config_from_hf(hf_config, out):
         hf_value = getattr(hf_config, name, None)
         if hf_value not in (None, value):
             raise ValueError(f"{name}={hf_value}: the model here has {name}={value}")
-    names = {field: column(hf_fields, kind) for field, hf_fields in FIELDS.items()}
+    names = {field: column(hf_fields, kind) for field, hf_fields in CONVERTED.items()}
     values = {field: getattr(hf_config, name) for field, name in names.items() if name}
     if kind == LLAMA:
         rope = hf_config.rope_parameters
@@ -276,7 +276,7 @@ def write_checkpoint(folder, model, config, tokenizer):
     copy(tokenizer, folder)
     state = {
         "shapes": {name: list(spec.shape) for name, spec in specs.items()},
-        "config": {name: getattr(config, name) for name in [*FIELDS, *MORE]},  # a run sets the others
+        "config": {name: getattr(config, name) for name in [*CONVERTED, *MORE]},  # a run sets the others
         "tokenizer": tokenizer.name,
         "data": [],
         "counters": {"iteration": 0, "consumed_samples": 0, "updates": 0},
@@ -354,7 +354,7 @@ def config_to_hf(hf, c, tokenizer):
     """Return transformers' configuration of this Config."""
     kind, activations, end = kind_of(c), ACTIVATIONS[c.activation], tokenizer.eot_token
     configuration.require(c, "activation", activations, "transformers has no name for it")
-    names = {field: column(hf_fields, kind) for field, hf_fields in FIELDS.items()}
+    names = {field: column(hf_fields, kind) for field, hf_fields in CONVERTED.items()}
     values = {name: getattr(c, field) for field, name in names.items() if name} | fixed(kind, c)
     values[names["max_position_embeddings"]] = c.positions
     if kind == LLAMA:

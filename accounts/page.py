@@ -17,7 +17,7 @@ from tqdm import tqdm
 import config as configuration
 from accounts import draw, ledger
 from accounts.devices import DEVICES
-from accounts.search import FIELDS, PLAIN, table_of
+from accounts.search import SEARCHED, PLAIN, table_of
 from errors import UserError, exit_on_user_error, explained
 from options import Parser
 from parallel import schedules
@@ -93,7 +93,7 @@ def ranks_of(wanted, model, m, dp=1, **fields):
     samples = fields.get("micro_batch_size", 1)
     c = replace(facts.config, **PLAIN | fields, global_batch_size=samples * m * dp)
     configuration.check(c, dp * c.tp * c.pp)
-    layout = facts.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
+    layout = facts.layout(dp, *(getattr(c, name) for name in SEARCHED[:-1]))
     ranks, per = [], ledger.how_often(layout)
     for rank in range(c.pp):
         kept = {what: n for what, n in facts.on_gpu(c, layout, m, rank).items() if n and wanted(what)}

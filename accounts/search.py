@@ -37,12 +37,12 @@ from parallel.layout import Layout, all_buckets, number_of_micro_batches, tokens
 from parallel.tensor import ROWS
 from parallel.units import unit_specs
 
-FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
+SEARCHED = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
 CHUNKS = (1, 2, 3, 4, 6, 8, 12)  # of a rank; those that are tried
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
 GB = 1e9
-PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
+PLAIN = dict(zip(SEARCHED, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
 
 # --- bytes of a long step from a short step ---------------------------------------------------------------------------
@@ -73,8 +73,8 @@ class ByteTable:
         self.sizes = cache(lambda layout: zero_states.sizes(layout.config, self.item, self.wide, on_cpu=False))
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` with these FIELDS and b = 1, which keeps its buckets."""
-        c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
+        """Return the `layout.Layout` with these SEARCHED and b = 1, which keeps its buckets."""
+        c = replace(self.config, **dict(zip(SEARCHED, (*fields, 1), strict=True)))
         # A layout is the same for each m. A reader's schedule may need an even one.
         layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, 2 * c.pp, c.chunks), self.buckets(c.tp, dp))
         layout.buckets = cache(layout.buckets)
@@ -155,16 +155,16 @@ def candidates(config, gpus, device, fixed):
     pps = [n for n in range(1, config.num_layers + 1) if gpus % n == 0]
     samples = {n for n in range(1, 65) if config.global_batch_size % n == 0} | {config.micro_batch_size}
     choices = tps, pps, LISTED, CHUNKS, range(4), (False, True), configuration.CHOICES["recompute"], sorted(samples)
-    choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]
+    choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(SEARCHED, choices, strict=True)]
 
-    checked = [name for name in FIELDS if name != "recompute"]  # which does not matter to the check
+    checked = [name for name in SEARCHED if name != "recompute"]  # which does not matter to the check
 
     @cache
     def accepted(*fields):
         with suppress(UserError):
             return configuration.check_layout(replace(config, **dict(zip(checked, fields, strict=True))), gpus)
 
-    usual = {name: schedules.usual_chunks(name) for name in choices[FIELDS.index("schedule")]}
+    usual = {name: schedules.usual_chunks(name) for name in choices[SEARCHED.index("schedule")]}
     for fields in product(*choices):
         tp, pp, name, chunks, zero, sequence_parallel, *_ = fields
         even = chunks > 1 and config.num_layers % (pp * chunks) == 0 and (pp > 1 or chunks == 2)
@@ -176,7 +176,7 @@ def candidates(config, gpus, device, fixed):
             "sequence_parallel": sequence_parallel == (tp > 1 and cut),
         }
         if all(listed[f] for f in listed.keys() - fixed):
-            c = replace(config, **dict(zip(FIELDS, fields, strict=True)))
+            c = replace(config, **dict(zip(SEARCHED, fields, strict=True)))
             if accepted(*(getattr(c, name) for name in checked)):
                 yield c
 
@@ -200,7 +200,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
     """
     c = replace(c, dtype=device.dtype if c.dtype == "auto" else c.dtype)
     table, p, batch, dp = table_of(c), c.pp, c.global_batch_size, gpus // (c.tp * c.pp)
-    m, layout = number_of_micro_batches(c, batch, dp), table.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
+    m, layout = number_of_micro_batches(c, batch, dp), table.layout(dp, *(getattr(c, name) for name in SEARCHED[:-1]))
     # The fullest rank: 0 (most in flight), the first or last with a block more, p-1 (logits), or Chimera's p/2.
     blocks = len(table.unit_specs) - 2
     ranks = {0, min(1, p - 1), blocks % p, max(0, p - 2), p - 1, p // 2 if c.schedule == "chimera" else 0}
@@ -212,7 +212,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True):
     fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
     available = step.seconds * gpus * device.peak(c.dtype)  # FLOPs
     facts = {
-        "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *FIELDS)},
+        "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *SEARCHED)},
         "micro_batches": m,
         "step_seconds": step.seconds,
         "step_parts": step.parts,

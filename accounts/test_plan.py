@@ -344,7 +344,7 @@ def test_the_fullest_rank_is_found_wherever_it_is(rank, pp, change):
     sizes = dict(num_layers=8, hidden_size=256, seq_length=512, pp=pp, micro_batch_size=1, global_batch_size=16)
     c = replace(SMALL, **sizes | change)
     model, facts = search.table_of(replace(c, dtype="bf16")), search.facts_of(c, pp, A100)
-    layout = model.layout(1, *(getattr(c, name) for name in search.FIELDS[:-1]))
+    layout = model.layout(1, *(getattr(c, name) for name in search.SEARCHED[:-1]))
     sums = [sum(model.on_gpu(c, layout, facts["micro_batches"], stage).values()) for stage in range(pp)]
     assert sum(facts["memory_bytes"].values()) == sums[facts["fullest_rank"]] == sums[rank] == max(sums)
     heads = [stage for stage in range(pp) if model.on_gpu(c, layout, facts["micro_batches"], stage)["logits"]]
