@@ -17,7 +17,7 @@ from tqdm import tqdm
 import config as configuration
 from accounts import draw, ledger
 from accounts.devices import DEVICES
-from accounts.search import SEARCHED, PLAIN, table_of
+from accounts.search import PLAIN, SEARCHED, table_of
 from errors import UserError, exit_on_user_error, explained
 from options import Parser
 from parallel import schedules
