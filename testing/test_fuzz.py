@@ -42,7 +42,8 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """Texts, a data set, a configuration, a run with a checkpoint, and a trace."""
+    """Texts, a data set, a configuration, a run with a checkpoint and a trace, and its model for transformers."""
+    pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("template")
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_text("some words " * 40)
@@ -54,6 +55,7 @@ def template(tmp_path_factory):
         for module, words in (
             ("prepare", "texts --out=data --tokenizer=bytes --split=8,1,1"),
             ("train", "config.py --trace=trace.json"),
+            ("convert", "to_hf run --out=there"),
         ):
             patch.setattr(sys, "argv", [module, *words.split()])
             importlib.import_module(module).main()
@@ -62,8 +64,6 @@ def template(tmp_path_factory):
 
 def end_well(template, tmp_path, monkeypatch, capfd, module, words, damage=lambda: None):
     """Run a command in a copy of the template. Return the line of its mistake, or ""."""
-    if module == "convert":
-        pytest.importorskip("transformers")
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [module, *words])
