@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from errors import exit_on_user_error
+from testing.tiny import write_index
 
 HERE = Path(__file__).parent
 
@@ -121,6 +122,14 @@ def put_in_place(deeds):
             before, (old, new) = Path(path).read_text(), text.split(" -> ")
             assert old in before, before
             Path(path).write_text(before.replace(old, new))
+        elif verb == "index":  # a changed index has its right sum
+            keys, value = text.split(" = ")
+            *outer, last = (int(key) if key.isdigit() else json.loads(f'"{key}"') for key in keys.split(" "))
+            index = table = json.loads(Path(path).read_text())
+            for key in outer:
+                table = table[key]
+            table[last] = json.loads(value)
+            write_index(Path(path).parent, index)
         else:
             {"pipe": os.mkfifo, "mkdir": os.mkdir}[verb](path)
 

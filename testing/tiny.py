@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -253,6 +254,13 @@ def curve(out_dir):
 
 def tensor_files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "index.json"}
+
+
+def write_index(folder, index):
+    """Write a changed index with its right sum."""
+    del index["crc32"]
+    text = json.dumps(index, indent=1).removesuffix("\n}")
+    (folder / "index.json").write_text(f'{text},\n "crc32": "{zlib.crc32(text.encode()):08x}"\n}}')
 
 
 def fails(config, change=contextlib.nullcontext):
