@@ -74,7 +74,7 @@ OWN = """data_dir micro_batch_size global_batch_size rampup_batch_size train_ite
 TRAINING = dict(
     dropout=0.0, max_position_embeddings=0, micro_batch_size=1, rampup_batch_size="4,4,4",
     train_iters=3, lr=1e-2, min_lr=0.0, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=1, adam_eps=1e-6,
-    dtype="fp64", kernels="torch", log_interval=1, eval_interval=1, eval_iters=1, save_interval=1, keep=0,
+    dtype="fp64", kernels="torch", log_interval=1, eval_interval=1, eval_iters=2, save_interval=1, keep=0,
 )  # fmt: skip
 SCHEDULE = "lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_wsd_decay_iters".split()
 USUAL = dict(init_method_std=0.02)  # for dtypes that round
@@ -83,6 +83,7 @@ OF_LAYOUT += ["timers_ms"]
 ROOT = Path(__file__).parent
 # files that the reader did not write; .venv may lie in the project's folder
 OTHERS = r"/site-packages/|/testing/(adversary|record|tiny|workers)\.py|/check\.py|/errors\.py"
+OTHER = "the loss is another one than -log softmax(logits)[target]"
 HALF = 4  # the first and the last lines of a cause that are printed
 compare.ROWS = 3
 RUNS = {}  # of one process
@@ -202,18 +203,20 @@ def resumed(workers, c, ranks):
 
 def overflow(workers, c):
     """Compare a run in fp16 whose first steps overflow, and that resumes after them, with the whole run."""
-    c = replace(one_process_config(c), dtype="fp16", hysteresis=1, train_iters=4, **USUAL)
+    half = replace(one_process_config(c), dtype="fp16", hysteresis=1, train_iters=4, **USUAL)
 
     def fits(power):
-        run = built(replace(c, initial_loss_scale=2.0**power))
+        run = built(replace(half, initial_loss_scale=2.0**power))
         return not train.train_step(run, tiny_batches(run)).read().skipped
 
     # The first scale is four times too large: two steps overflow.
-    c.initial_loss_scale = 2.0 ** (1 + bisect.bisect_left(range(50), True, key=lambda power: not fits(power)))
-    theirs, _ = trained(workers, 1, c)
+    half.initial_loss_scale = 2.0 ** (1 + bisect.bisect_left(range(50), True, key=lambda power: not fits(power)))
+    (wide, _), (theirs, _) = one_process(workers, c), trained(workers, 1, half)
     if len({row["skipped_iterations"] for row in theirs}) < 2:
         raise UserError("no step of it overflows, or each")
-    rows, _ = trained(workers, 1, c, 2)
+    if any(row["consumed_samples"] != right["consumed_samples"] for row, right in zip(theirs, wide, strict=False)):
+        return "a step that overflows should count its samples as consumed, too"
+    rows, _ = trained(workers, 1, half, 2)
     wrong = other_number(rows, theirs)
     return wrong and f"{wrong}: the loss scale, or a number of skipped steps, is in no checkpoint"
 
@@ -253,26 +256,34 @@ def loss_scale(c):
 
 
 def first_losses(workers, c):
-    """Compare the losses of the loop's first batch and of the next, which has grown, with -log softmax(logits)[target].
-
-    The targets are the next tokens of the file.
+    """Compare losses of the loop with the model's, for the next tokens of the file: of its first batch, of the next,
+    which has grown, and of the validation after the first. Is the model's -log softmax(logits)[target]?
     """
-    _, (record,) = one_process(workers, c)
+    rows, (record,) = one_process(workers, c)
     with stirring():
-        run = built(one_process_config(c))
-    tokens = torch.from_numpy(np.fromfile(f"{c.data_dir}/train.bin", "<u2").astype(np.int64))
+        run, is_plain = built(one_process_config(c)), True
+    tokens, val = (torch.from_numpy(np.fromfile(f"{c.data_dir}/{x}.bin", "<u2").astype(int)) for x in ("train", "val"))
     windows = tokens.unfold(0, c.seq_length + 1, 1)
     for step, batches in enumerate((record.batches[:1], record.batches[1:3])):
         if step:
             checkpoint.load_checkpoint(step_path(record.config.out_dir, step), run.model, run.zero)
             run.zero.parameters_from_master()
         for batch in batches:
-            if wrong := wrong_target(batch, windows) or unlike_softmax(run.model, batch):
-                return wrong
+            kind = wrong_target(batch, windows) or unlike_softmax(run.model, batch)
+            if kind not in ("", OTHER):
+                return kind
+            is_plain &= kind == ""
         run.zero.zero_grad()
         loss, right = record.losses[step], run.executor.run(iter(batches), len(batches), 1.0).item() / len(batches)
         if not math.isclose(loss, right, rel_tol=1e-9):
             return f"in iteration {step + 1} it is {loss:.8g} instead of {right:.8g}"
+    windows, loss = val.unfold(0, c.seq_length + 1, c.seq_length), rows[0]["validation_loss"]
+    with torch.no_grad():
+        right = run.model(run.model.micro_batch(windows[:, :-1], windows[:, 1:])).mean().item()
+    if not math.isclose(loss, right, rel_tol=1e-9):
+        return f"the validation's is {loss:.8g}, that of all samples in val.bin {right:.8g}"
+    if not is_plain:
+        raise Changed(OTHER)
 
 
 def wrong_target(batch, windows):
@@ -289,11 +300,9 @@ def unlike_softmax(model, batch):
     losses, logits = model(model.micro_batch(ids, targets)), model(model.micro_batch(ids))
     wanted = batch.targets.where(batch.targets >= 0, -100)
     plain, later = (F.cross_entropy(logits, x, reduction="none") for x in (wanted, wanted.roll(-1)))
-    if close(losses, plain, 1e-9):
-        return ""
     if torch.isclose(losses, later).double().mean() > 0.5:
         return "a token's loss is that of the token after the next one: targets are the next tokens already"
-    raise Changed("the loss is another one than -log softmax(logits)[target]")
+    return "" if close(losses, plain, 1e-9) else OTHER
 
 
 # --- the kernels, generation, export ----------------------------------------------------------------------------------
@@ -419,6 +428,8 @@ def in_one_line(text):
     pairs = re.findall('File "(.*)", line ([0-9]+)', stack)
     frames = [traceback.FrameSummary(file, int(line), "") for file, line in pairs]
     (error, *_) = re.findall(r"(?m)^[\w.]+(?:: .*)?$", stack)  # `assert x` has no message
+    if error.endswith("'NoneType' object has no attribute 'flatten'"):
+        error += ": the matrix of a linear, or the head's table, is no parameter, so its gradient has no place"
     return f"{rank}{error} ({places(frames)})"
 
 

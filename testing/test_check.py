@@ -138,7 +138,7 @@ CHECKS = "resumed overflow first_losses device narrow loss_scale frozen update_r
 def test_one_process_passes(tmp_path, name):
     """testing/defects.txt plants mistakes that these checks find."""
     c = check.small(tiny_config(1))
-    c.data_dir = write_tokens(tmp_path / "data")
+    c.data_dir = write_tokens(tmp_path / "data", val=12 * c.seq_length + 1)
     here = SimpleNamespace(folder=tmp_path, run=lambda ranks, function, *arguments: [function(*arguments)])
     check.RUNS.clear()
     arguments = dict(resumed=(here, c, 1), overflow=(here, c), first_losses=(here, c), kernels=(c, "auto"))
