@@ -22,8 +22,8 @@ def read_metrics(path):
     for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError, RecursionError):
             row = json.loads(line, parse_constant=not_json)
-            to_json(row)  # 1e999 is inf
             if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                to_json(row)  # 1e999 is inf
                 row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
                 rows[row["iteration"]] = row
     return rows
