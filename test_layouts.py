@@ -48,7 +48,8 @@ def test_micro_batches_and_recomputation_on_one_process(workers, optimizer, drop
     check_layout(workers, 1, *(tiny_config(1, micro_batch_size=size, **modes) for size in (1, 8)))
 
 
-SHARED = [{}, dict(activation="relu"), dict(model="llama")]
+GROUPS = points.LLAMA | dict(num_query_groups=2, untie_embeddings_and_output_weights=True, rotary_base=77.0)
+SHARED = [{}, dict(activation="relu"), dict(model="llama"), GROUPS]
 
 
 @pytest.mark.parametrize("fields", SHARED, ids=str)
