@@ -48,6 +48,24 @@ def check_change(workers, change, ranks, **fields):
     check_layout(workers, ranks, config, change=CHANGES[change])
 
 
+EVERYWHERE = [  # (of CHANGES, fields)
+    ("qk_norm", dict(optimizer="adamw")),
+    ("gate", dict(optimizer="muon")),
+    ("experts", {}),
+    ("window", {}),
+    ("dropout", dict(dropout=0.2)),
+    ("frozen", dict(optimizer="adamw")),
+    ("frozen", dict(optimizer="lars")),
+    *((loss, {}) for loss in ("squared_losses", "left_out", "smoothing")),
+]
+
+
+@pytest.mark.parametrize("ranks, fields", few(LAYOUTS, 2), ids=str)
+@pytest.mark.parametrize("change, more", EVERYWHERE, ids=str)
+def test_a_change_is_right_on_every_layout(workers, change, more, ranks, fields):
+    check_change(workers, change, ranks, **more, **fields)
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -81,11 +99,6 @@ def normalize_queries(block, c, **fields):
     block.qkv = NormalizedQueries(block.qkv, c, **fields)
 
 
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
-def test_a_replicated_weight_inside_a_pair_has_partial_gradients(workers, ranks, fields):
-    check_change(workers, "qk_norm", ranks, optimizer="adamw", **fields)
-
-
 ENDS = {
     2: "after iteration 1 copies differ: block0.q_norm: ranks [0] and ranks [1] (is it used",
     6: "up to iteration 1 gradients of block0 that should be equal on all tp ranks differ (is it used",
@@ -115,11 +128,6 @@ def add_gate(block, c):
     block.ln1 = GatedLayerNorm(f"block{block.index}.ln1", c.hidden_size, block.ops)
     block.ln1.gate = ParamSpec(f"block{block.index}.gate", (c.hidden_size,) * 2, std=0.02, matrix=True)
     block.qkv.bias = replace(block.qkv.bias, decay=True)
-
-
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
-def test_muon_updates_what_a_paramspec_calls_a_matrix(workers, ranks, fields):
-    check_change(workers, "gate", ranks, optimizer="muon", **fields)
 
 
 def test_muons_update_of_a_new_matrix_is_orthogonal():
@@ -152,11 +160,6 @@ def add_experts(block, c):
     block.mlp = Experts(c, f"block{block.index}", block.qkv.tp)
 
 
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS, 2), ids=str)
-def test_experts_are_cut_over_tp_without_a_linear(workers, ranks, fields):
-    check_change(workers, "experts", ranks, **fields)
-
-
 @contextlib.contextmanager
 def bounded():
     """A block ends in tanh, whose backward reads its result."""
@@ -176,11 +179,6 @@ def window():
         reference.is_causal.cache_clear()
         yield
     reference.is_causal.cache_clear()
-
-
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
-def test_all_kinds_of_attention_share_one_mask(workers, ranks, fields):
-    check_change(workers, "window", ranks, **fields)
 
 
 def test_a_window_is_that_of_a_written_out_softmax():
@@ -223,11 +221,6 @@ def dropout():
 
     with mock.patch.object(MLP, "forward", changed_forward):
         yield
-
-
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
-def test_dropout_at_a_new_site_has_equal_masks(workers, ranks, fields):
-    check_change(workers, "dropout", ranks, dropout=0.2, **fields)
 
 
 # --- freeze -----------------------------------------------------------------------------------------------------------
@@ -275,12 +268,6 @@ def test_a_frozen_weight_keeps_its_value_and_is_not_in_the_norm(optimizer):
     assert part.norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
     for name, weight in part.after.items():
         assert torch.equal(weight, part.before[name]) == frozen_names(name), name
-
-
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "lars"])
-def test_a_frozen_weight_is_frozen_on_every_layout(workers, ranks, fields, optimizer):
-    check_change(workers, "frozen", ranks, optimizer=optimizer, **fields)
 
 
 @contextlib.contextmanager
@@ -403,12 +390,6 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
     right = model.gradients()
     for p in run.model.parameters():
         same_tensor(f"the gradient of {p.spec.name}", p.grad, right[p.spec.name])
-
-
-@pytest.mark.parametrize("ranks, fields", few(LAYOUTS), ids=str)
-@pytest.mark.parametrize("change", ["squared_losses", "left_out", "smoothing"])
-def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change):
-    check_change(workers, change, ranks, **fields)
 
 
 def test_a_head_that_returns_a_mean_is_refused(monkeypatch):
