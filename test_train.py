@@ -78,9 +78,9 @@ def output_of(process):
     return os.pread(process.file, os.fstat(process.file).st_size, 0).decode()
 
 
-def torchrun(ranks, *arguments, launcher=(), flags=()):
+def torchrun(ranks, *arguments, flags=()):
     """Start train.py under torchrun. flags: of torchrun, instead of these."""
-    command = [*launcher, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     command += ["--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local-addr=localhost"]
     return launch([*command, *flags, HERE / "train.py", *arguments])
 
@@ -123,10 +123,10 @@ def wait_for_lines(folder, process):
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
 
 
-def started(folder, *arguments, ranks=2, launcher=()):
+def started(folder, *arguments, ranks=2):
     """Start an endless run, and wait for log lines. Return (torchrun, its pids)."""
     words = str(folder / "micro.py"), "--train_iters=100000", "--log_interval=1", *arguments
-    process = torchrun(ranks, *words, launcher=launcher)
+    process = torchrun(ranks, *words)
     wait_for_lines(folder, process)
     return process, children(process)
 
@@ -144,10 +144,9 @@ def linux(test):
 
 
 @linux
-@pytest.mark.parametrize("launcher", [[], ["nohup"]], ids=str)
-def test_a_signal_saves_the_same_step_everywhere_and_stops(config_file, tmp_path, launcher):
+def test_a_signal_saves_the_same_step_everywhere_and_stops(config_file, tmp_path):
     """The SIGHUP of a closed terminal, which torchrun passes on."""
-    process, _ = started(tmp_path, launcher=launcher)
+    process, _ = started(tmp_path)
     process.send_signal(signal.SIGHUP)
     out = output_of(process)
     (step,) = checkpoint.all_steps(tmp_path / "out")
