@@ -127,6 +127,7 @@ NAMED = """
     1-1-2-1f1b-0-False-none-muon-not_a_multiple 1-1-2-gpipe-0-False-none-adamw-stages
     1-1-2-zb-h1-0-False-none-sgd-stages 1-1-4-chimera-0-False-full-lamb-one-relu
     1-2-1-1f1b-0-False-full-lamb-one 1-2-1-1f1b-0-False-none-muon-one
+    1-2-1-2-1f1b-3-True-none-lamb-not_a_multiple-groups_of_4
     2-1-1-1f1b-1-False-full-muon-twice 2-1-1-1f1b-1-False-none-adamw-twice 2-1-1-1f1b-1-False-none-lamb-one
     2-1-1-1f1b-2-False-none-sgd-twice 2-1-1-1f1b-3-False-none-muon-twice 2-1-1-2-1f1b-0-False-none-muon-twice
     2-1-2-zb-h1-0-False-none-sgd-not_a_multiple 4-1-1-1f1b-2-False-none-lamb-twice-2
