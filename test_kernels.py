@@ -385,7 +385,7 @@ def test_each_kernel_compiles_for_a_gpu_and_spills_nothing(arch):
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-LLAMA = dict(model="llama", num_query_groups=2, ffn_hidden_size=48)
+LLAMA = dict(model="llama", num_attention_heads=8, num_query_groups=4, ffn_hidden_size=48, rotary_base=77.0)
 
 
 def trained(config):
@@ -402,11 +402,12 @@ def trained(config):
     few(
         [
             (1, 1, dict(dropout=0.1)),
-            (1, 1, dict(dtype="bf16", recompute="full")),
             (1, 2, LLAMA | dict(sequence_parallel=True, dropout=0.1)),
+            (1, 1, dict(dtype="bf16", recompute="full")),
             (1, 2, dict(sequence_parallel=True, activation="relu")),  # the second rank has padding only
             (2, 1, dict(zero=3, dropout=0.1)),
-        ]
+        ],
+        2,
     ),
     ids=str,
 )
