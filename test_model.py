@@ -190,14 +190,3 @@ def test_flat_buffers_hold_everything_in_its_range(run):
     assert [r[2:4] for r in block.ranges] == [(True, True), (True, False), (False, False)]
     tied = [p for unit in run.model.units for p in unit.parameters() if p.spec.name == "word.weight"]
     assert len(tied) == 2 and tied[0] is tied[1]
-
-
-def test_the_tied_table_is_reduced_after_its_first_user(run):
-    """In the head, where backward begins, its gradient is not complete."""
-    (chunk,) = run.executor.chunks.values()
-
-    def names(buckets):
-        return [[bucket.name for bucket in of_unit] for of_unit in buckets]
-
-    assert names(chunk.reduce_after) == [["embedding", "word"], ["block0"], ["block1"], ["head"]]
-    assert names(chunk.release_after) == [["embedding"], ["block0"], ["block1"], ["head", "word"]]

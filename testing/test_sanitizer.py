@@ -93,22 +93,6 @@ def test_conversions_of_bfloat16_are_those_of_torch():
 
 
 @triton.jit
-def multiply(a, b, c, N: tl.constexpr):
-    i = tl.arange(0, N)
-    at = i[:, None] * N + i[None, :]
-    tl.store(c + at, tl.dot(tl.load(a + at), tl.load(b + at), input_precision="ieee"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_product_adds_in_float32(dtype):
-    a, b, c = random(32, 32, dtype=dtype), random(32, 32, dtype=dtype, seed=1), torch.zeros(32, 32)
-    with sanitizer.traffic() as t:
-        multiply[1,](a, b, c, N=32)
-    assert t.flops == 2 * 32**3
-    assert (c - a.double() @ b.double()).abs().max() < 1e-5  # bfloat16 sums: 0.1
-
-
-@triton.jit
 def add(x, y):
     tl.store(y, tl.load(x) + tl.load(y))
 
