@@ -49,11 +49,11 @@ def check_change(workers, change, ranks, **fields):
 
 
 EVERYWHERE = [  # (of CHANGES, fields)
-    ("qk_norm", dict(optimizer="adamw")),
-    ("gate", dict(optimizer="muon")),
-    ("experts", {}),
-    ("window", {}),
-    ("dropout", dict(dropout=0.2)),
+    ("qk_norm", dict(optimizer="adamw")),  # a replicated weight inside a pair has partial gradients
+    ("gate", dict(optimizer="muon")),  # Muon updates what a ParamSpec calls a matrix
+    ("experts", {}),  # cut over tp without a linear
+    ("window", {}),  # all kinds of attention share one mask
+    ("dropout", dict(dropout=0.2)),  # equal masks at a new site
     ("frozen", dict(optimizer="adamw")),
     ("frozen", dict(optimizer="lars")),
     *((loss, {}) for loss in ("squared_losses", "left_out", "smoothing")),
