@@ -198,6 +198,8 @@ def resumed(workers, c, ranks):
     if wrong := other_number(rows, theirs):
         if different(one_step(c), one_step(c)):
             return f"{wrong}: two equal steps differ: are there random numbers?"
+        if other_number(rows[:2], theirs[:2]):
+            return f"{wrong}, before it resumes: look at the loop (`train`) and at log.py"
         return f"{wrong}: a number of the run is in no checkpoint (`save`, `restore`)"
 
 

@@ -308,8 +308,9 @@ def gradient_cause(found, case):
         "Only the matrices differ that need a whole update: is it made once per micro-batch, before the sums?": (
             rule.whole and all(specs[name].matrix for name in wrong)
         ),
-        "The gradient is the sum of those of each micro-batch alone, but all samples together have another one: does a "
-        "token's loss depend on the other tokens of its micro-batch (a mean, a count)?": all(
+        "The gradient is the sum of those of each micro-batch alone, but the samples of one process have another one: "
+        "do the ranks read other samples (`data.py`)? Or does a token's loss depend on the other tokens of its "
+        "micro-batch (a mean, a count)?": all(
             same(sum(case.part(share[f.name], f) for share in case.shares.values()), f.ours) for f in found
         ),
         "The loss differs, too, and the outputs of the first micro-batch are right. Look at the targets, at the loss, "
