@@ -270,14 +270,14 @@ def gradient_cause(found, case):
         f"All differences are at most {worst:.0e} of the largest element: rounded to 16 bits?": (
             2**-18 < worst < 2**-7 and case.loss is None
         ),
+        f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
+        "Only replicated parameters may be summed over tp.": slices,
         f"Partial gradients are not summed over the tp ranks. {right}. Is it used inside a pair of linears? Then "
         "ParamSpec(partial=True).": 2 * len(of_tp) > len(found),
         "Each of these gradients is the right one times a factor of its own: does a rank compute a factor from its own "
         "shard or slice (a norm)?": not np.isnan(ratios).any(),
         "Each of these gradients is the right one plus a number of its own: does a rank compute a number from its own "
         "shard or slice (a mean)?": all(is_number(f.ours - f.theirs) for f in found),
-        f"All tp ranks have the same gradient of {''.join(slices[:1])}, which is cut over tp: is it summed over tp? "
-        "Only replicated parameters may be summed over tp.": slices,
         f"Partial gradients are not summed over the holders. {right}.": 2 * len(of_pp) > len(found),
         "Only the word table differs. The head and the embedding both add to its gradient, which is complete after "
         "the embedding's backward. Its buffer is reduced before that, or changes while it is sent.": (
