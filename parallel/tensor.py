@@ -133,7 +133,7 @@ class Communicate(torch.autograd.Function):
 
 
 def enter_pair(x, c, tp):
-    """x [n or n/t, h] (type I) -> [n, h] (R): the begin of a pair without a linear, such as experts or a gate."""
+    """x [n or n/t, h] (type I) -> [n, h] (R): the start of a pair without a linear, such as experts or a gate."""
     return Communicate.apply(x, entering(c), tp, "activations")
 
 
