@@ -14,9 +14,8 @@ With context parallelism, cp ranks (next to tp) share each sample. Their paramet
 over dp. So the *data ranks*, which sum gradients, are the dp cp ranks of the axis `data`.
 
 NCCL runs the communications of a process group one after another. So some axes have a group of
-their own, though another axis has the same ranks: pp for messages to lower ranks (`Mesh.pp_to_lower`),
-in ZeRO-3 the ranks that sum gradients, because a sum must not delay the next gather, and cp, because
-attention waits for it.
+their own, though another axis has the same ranks: messages to lower ranks (`Mesh.pp_to_lower`), sums
+of ZeRO-3 (`Zero.shards_for_sums`), and cp, because attention waits for it.
 """
 
 import functools

@@ -106,7 +106,7 @@ RULES = {
 def update(c, buckets, scalars, ops, device):
     """Update this rank's shard of every `zero.Bucket`. It may overwrite their `master_grad`.
 
-    scalars: `reference.UpdateScalars`. device: where norms are summed.
+    scalars: `reference.UpdateScalars`. device: where ranks communicate.
     """
     rule = RULES[c.optimizer]
     constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)

@@ -151,7 +151,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp):
-        ctx.save_for_backward(x)  # n/t rows with sequence parallelism
+        ctx.save_for_backward(x)
         ctx.arguments = w, bias, enter, leave, tp
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
@@ -274,12 +274,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """x [n or n/t, h], word table w [v/t, h] -> the loss of every token, [n]. **Backward computes it.**
 
     The logits, v numbers per token, would be the largest activation, so they never exist whole.
-    Forward only allocates the losses (nan) and keeps x. Backward works on ROWS tokens at a time:
-    logits z = x W^T, their losses and their gradient dz in the place of z, then dx = dz W and dW +=
-    dz^T x. So each logit is computed once. A token with a negative target (PyTorch's -100) has loss
-    0 and no gradient.
-
-    in_forward: forward computes the losses, too, for a head that reads them.
+    Backward works on ROWS tokens at a time: logits z = x W^T, their losses and their gradient dz in
+    the place of z, then dx = dz W and dW += dz^T x. in_forward: forward computes the losses, too.
     """
 
     @staticmethod

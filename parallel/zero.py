@@ -211,10 +211,7 @@ class Bucket:
         self.window.buckets.append(self)
 
     def settle(self):
-        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`.
-
-        Hybrid sharding's next sum starts here, for most buckets during backward.
-        """
+        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`."""
         if not self.summing:
             return
         shard = self.summing.wait()
@@ -369,8 +366,8 @@ class Zero:
     def squared_norm(self):
         """Return this rank's share of the squared gradient norm, float64 [].
 
-        An inf or nan makes it inf or nan, even in a gradient that does not count: all ranks skip the
-        step. float64: a large loss scale must not overflow the sum.
+        An inf or nan makes it inf or nan, even in a gradient that does not count. float64: a large
+        loss scale must not overflow the sum.
         """
         counted, others = [], []  # slices of gradients
         for bucket in self.in_order:
