@@ -4,7 +4,6 @@ import os
 from types import SimpleNamespace
 
 import torch
-from torch.nn.attention import SDPBackend
 
 import reference
 from errors import UserError, reading
@@ -45,19 +44,6 @@ def choose(config, device, dtype):
     if choice == "auto" or not reference.is_causal(config.seq_length):  # flash_attention.py is causal
         fused["attention"] = reference.attention
     return SimpleNamespace(**vars(reference) | fused)
-
-
-def attention_name(config, device, dtype, ops):
-    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend)."""
-    if ops.attention is not reference.attention:
-        return "flash_attention.py"
-    c, causal = config, reference.is_causal(config.seq_length)
-    shapes = [(1, heads // c.tp, c.seq_length, c.head_size) for heads in (c.num_attention_heads, c.query_groups)]
-    q, k = (torch.zeros(shape, dtype=DTYPES[dtype], device=device, requires_grad=True) for shape in shapes)
-    mask = None if causal else torch.ones(c.seq_length, c.seq_length, dtype=torch.bool, device=device)
-    if not (grouped := q.shape != k.shape and reference.takes_groups(device, DTYPES[dtype])):
-        k = q
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=causal, enable_gqa=grouped)).name
 
 
 def trial(config, device):

@@ -32,8 +32,8 @@ def describe(run, path):
     text += f"of {c.hidden_size}; dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
     if run.device.type == "cuda":
-        attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
-        text += f"\noperations of {run.zero.ops.add_rows_.__module__}.py; attention: {attention}"
+        ops = run.zero.ops
+        text += f"\noperations of {ops.add_rows_.__module__}.py, attention of {ops.attention.__module__}.py"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
         text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
     return text
