@@ -78,8 +78,8 @@ def waited_table(sent, steps, times):
     return f"waited per step by rank 0\n{aligned(rows, 4)}"
 
 
-def kept_table(who, layout, rank, columns, tp_rank=0):
-    """Return as text the bytes that one pipeline and tp rank keeps. columns: {title: a `memory.predict_kept`}."""
+def kept_table(who, layout, rank, columns):
+    """Return as text the bytes that one pipeline rank keeps. columns: {title: a `memory.predict_kept`}."""
     first, *_ = columns.values()
     states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
@@ -87,8 +87,7 @@ def kept_table(who, layout, rank, columns, tp_rank=0):
     for what, names in parts.items():
         sums = [sum_of([table.get(name) for name in names]) for table in columns.values()]
         rows.append((what, *map(number, sums), "-" if sums[0] is None else f"{float(sums[0]) / stored:.2f}"))
-    end = f"P = {stored:,} parameters as stored, {zero_states.padding(layout, rank, tp_rank):,} of them padding"
-    return f"kept by {who}\n{aligned(rows, 1)}\n{end}"
+    return f"kept by {who}\n{aligned(rows, 1)}\nP = {stored:,} parameters as stored, with padding"
 
 
 def sum_of(sizes):

