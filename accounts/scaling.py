@@ -59,30 +59,17 @@ def optimum(fit, flops):
     return parameters, flops / 6 / parameters
 
 
-def enough_flops(fit, target):
-    """Return the FLOPs with which a compute-optimal model reaches the loss `target` (above E).
-
-    At the optimum, L - E falls as C^-k with k = ab / (a+b).
-    """
-    parameters, tokens = optimum(fit, 6)  # at C/6 = 1: N = G, D = 1/G
-    k = fit.a * fit.b / (fit.a + fit.b)
-    return 6 * ((loss(fit, parameters, tokens) - fit.E) / (target - fit.E)) ** (1 / k)
-
-
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
 def models_table(flops):
     """Return the compute-optimal models for C = `flops`, and then MODELS, as text."""
-    rows = [("model", "N / 10^9", "D / 10^9", "D/N", "6ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
+    rows = [("model", "N / 10^9", "D / 10^9", "D/N", "6ND", "loss [1]", "loss [2]")]
     models = {"20 tokens per parameter": by_rule(flops)}
     models |= {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}
     for name, (n, d) in (models | MODELS).items():
         row = [name, f"{n / 1e9:,.4g}", f"{d / 1e9:,.4g}", f"{d / n:.1f}", f"{6 * n * d:.3g}"]
-        for fit in FITS:
-            reached = loss(fit, n, d)
-            row += [f"{reached:.3f}", f"{enough_flops(fit, reached) / (6 * n * d):.0%}"]
-        rows.append(row)
+        rows.append([*row, *(f"{loss(fit, n, d):.3f}" for fit in FITS)])
     return aligned(rows, 1)
 
 
@@ -99,7 +86,6 @@ def main(flops, gpus, device):
 {models_table(flops)}
 N: parameters. D: training tokens. C = 6ND (the slide counts 5.7ND). Losses are in nats per token.
 [1]: Hoffmann et al. 2022, arXiv 2203.15556. [2]: its replication, Besiroglu et al. 2024, arXiv 2404.10102.
-enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal.
 D/N above 20 costs more training, but the smaller model makes each later token cheaper: inference is paid for longer.
 
 Machines of the slide "GPT-4をスパコンで学習するには?"

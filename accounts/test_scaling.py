@@ -31,17 +31,6 @@ def test_the_closed_form_is_the_numeric_minimum(fit, flops):
     assert min(steps) == steps[2], f"another size has a lower loss with the same FLOPs than N = {n:.3g}"
 
 
-@pytest.mark.parametrize("flops", BUDGETS)
-@pytest.mark.parametrize("fit", FITS)
-def test_enough_flops_reach_the_loss(fit, flops):
-    n, d = scaling.optimum(fit, flops)
-    assert scaling.enough_flops(fit, scaling.loss(fit, n, d)) == pytest.approx(flops, rel=1e-9)
-    worse = scaling.loss(fit, 3 * n, d / 3)  # same FLOPs, worse loss: fewer would be enough
-    enough = scaling.enough_flops(fit, worse)
-    assert enough < flops
-    assert scaling.loss(fit, *scaling.optimum(fit, enough)) == pytest.approx(worse, rel=1e-12)
-
-
 def test_numbers_that_the_papers_state():
     """Hoffmann et al., figure 4: the best size for Gopher's budget is 40 billion. Besiroglu et al.: N ~ C^0.513."""
     exact = HOFFMANN._replace(a=0.3392, b=0.2849)
@@ -55,8 +44,7 @@ def test_the_tables_have_the_numbers_of_the_slides(capsys):
     rows = printed(capsys, 3e24)
     assert rows["20 tokens per parameter"][:3] == ["158.1", "3,162", "20.0"]
     assert rows["GPT-3"][:5] == ["175", "300", "1.7", "3.15e+23", "2.002"]
-    assert rows["Chinchilla"][:3] == ["70", "1,400", "20.0"] and rows["Chinchilla"][-1] == "100%"
-    assert all(rows[f"minimum of fit [{i}]"][2 * i + 3] == "100%" for i in (1, 2))
+    assert rows["Chinchilla"][:3] == ["70", "1,400", "20.0"]
 
 
 @pytest.mark.parametrize(
