@@ -2,7 +2,7 @@
 
 python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
 python -m accounts.draw 1f1b pipedream --steps=2   two steps: 1F1B becomes empty between them, PipeDream does not
-python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
+python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded
 python -m accounts.draw --zero=16                  the model states of GPT-3 13B on one of 16 data ranks
 
 Everything drawn is a row of boxes: `painted` writes a row as text, `svg` as rectangles.
@@ -12,7 +12,6 @@ import html
 import json
 import math
 import shutil
-from statistics import fmean
 from typing import NamedTuple
 
 from accounts.bubbles import FORMULAS, by_formula, simulate, timeline
@@ -245,12 +244,8 @@ def notes_of(line, unit=""):
     return [bubble, f"peak   {peaks} in flight"]
 
 
-def recorded_pictures(path, window=""):
-    """Return Pictures of the last complete step in a trace (`trace.py`): simulated, and recorded.
-
-    In the simulation, actions take the mean time of their kind and messages no time. window: of --window. It has only
-    the recorded one.
-    """
+def recorded_picture(path, window=""):
+    """Return the Picture of the last complete step in a trace (`trace.py`), or of a window of it."""
     with reading(f"--trace={path} --window={window}"):
         schedule, steps, calls = read_trace(path)
         actions = sorted((rank, action) for rank, order in enumerate(schedule.actions) for action in order)
@@ -259,22 +254,17 @@ def recorded_pictures(path, window=""):
             raise ValueError("no step has each action once")
         events, ranks = steps[max(whole)], len(schedule.actions)
         begin, end = min(event.start for event in events), max(event.end for event in events)
-        kinds = sorted({event.action.kind for event in events})
-        cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in kinds}
-        simulated, recorded = simulate(schedule, cost), timeline(cut(events, begin), ranks)
+        recorded = timeline(cut(events, begin), ranks)
         title, notes = f"{schedule.name}, recorded: step {max(whole)}", notes_of(recorded, "ms")
         if not window:
-            means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
-            ideal = f"{schedule.name}, ideal: {means}, messages no time"
-            shown = picture(title, schedule, recorded, notes, calls=cut(calls, begin))
-            return [picture(ideal, schedule, simulated, notes_of(simulated, "ms")), shown]
+            return picture(title, schedule, recorded, notes, calls=cut(calls, begin))
         first, last = map(float, window.split(","))
         last = min(last, end - begin)
         if not 0 <= first < last:
             raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {end - begin:.0f} ms")
     events, calls = (cut(rows, begin + first, begin + last) for rows in (events, calls))
     part = recorded._replace(events=events, makespan=last - first)
-    return [picture(f"{title}, {first:g} to {last:g} ms", schedule, part, notes, calls=calls)]
+    return picture(f"{title}, {first:g} to {last:g} ms", schedule, part, notes, calls=calls)
 
 
 def cut(rows, begin, end=math.inf):
@@ -346,7 +336,7 @@ def pictures_of(options):
     if options.window and not options.trace:
         raise UserError(f"--window={options.window}: needs --trace")
     if options.trace:
-        return recorded_pictures(options.trace, options.window)
+        return [recorded_picture(options.trace, options.window)]
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches * options.steps) > WORK:
         sizes = "stages", "microbatches", "steps", "chunks"
         raise UserError(f"{' '.join(f'--{name}={getattr(options, name)}' for name in sizes)}: too many")
