@@ -107,7 +107,7 @@ class ChunkBytes(NamedTuple):
 FREED = {"B": ("saved", "activation", "gradient"), "I": ("saved", "activation", "gradient"), "W": ("operands",)}
 
 
-def kept_by_chunk(c, schedule, works, message):
+def kept_by_chunk(schedule, works, message):
     """Return the ChunkBytes of each chunk. works: `meta.work_of`; message: bytes of a unit's output."""
     chunks, shared = [], defaultdict(set)  # shared: {(pipeline, rank): tensors that its chunks keep}
     parts = split(range(len(works)), max(schedule.parts) + 1)
@@ -140,7 +140,7 @@ def activations(c, schedule, rank, z, messages=None):
     if (works := meta.work_of(c, z.item, z.on_cpu)) is None:
         return {PEAK: None} | ({RECOMPUTED: None} if c.recompute == "full" else {})
     message = z.item * z.rows * c.hidden_size
-    chunks, messages = kept_by_chunk(c, schedule, works, message), messages or simulation.messages(schedule)
+    chunks, messages = kept_by_chunk(schedule, works, message), messages or simulation.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
     recomputed = max(chunks[action.chunk].recomputed for action in schedule.actions[rank])
     return table | ({RECOMPUTED: recomputed} if recomputed else {})
