@@ -57,7 +57,8 @@ class ExpertBlock(nn.Module):
         x = x + self.block.attention(self.block.ln1(x))
         return x + self.mlp(self.block.ln2(x).flatten(0, 1)).view_as(x)
 
-    def mlp(self, x):  # [tokens, h]
+    def mlp(self, x):
+        """[tokens, h] -> [tokens, h]: each token through its expert, on whichever rank this is."""
         p, expert = self.router(x).softmax(1).max(1)
         to = expert.bincount(minlength=EXPERTS)  # to[e]: my tokens for expert e
         equal = [EXPERTS // n] * n

@@ -38,7 +38,8 @@ class Turn(torch.autograd.Function):
     backward = staticmethod(lambda ctx, dx: turn(dx, -1))
 
 
-def attention(block, x):  # [b, s/n, h] -> [b, s/n, h]: queries of this rank, keys and values of all ranks
+def attention(block, x):
+    """[b, s/n, h] -> [b, s/n, h]: queries of this rank, keys and values of all ranks."""
     qkv = block.qkv(x).unflatten(2, (-1, 3, HIDDEN // HEADS)).permute(3, 0, 2, 1, 4)
     q, kv = qkv[0], qkv[1:]  # q [b, a, s/n, d], kv [2, b, a, s/n, d]
     positions = torch.arange(SEQ).chunk(n)

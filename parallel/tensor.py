@@ -171,7 +171,7 @@ class Linear(torch.autograd.Function):
         # detach: the graph of x would keep the unit's input in memory until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
-            product.add()  # while dx is sent
+            product.add()
         else:
             w.deferred.append(product)
         return sending.wait(), None, None, None, None, None

@@ -1,8 +1,7 @@
 """Any model: a list of *units* (the embedding, blocks, the head), which are functions of (x, batch).
 
---model=NAME runs the file NAME.py. Its function `units(c, tp, ops, cp)` returns the list (`model.py` is
-GPT-2, `llama.py` Llama). c: the Config; tp, cp: `mesh.Axis`, this rank's groups; ops: the operations of
-`reference`, or their fused forms.
+--model=NAME runs the file NAME.py. Its function `units(c, tp, ops, cp)` returns the list. c: the Config;
+tp, cp: `mesh.Axis`, this rank's groups; ops: the operations of `reference`, or their fused forms.
 
     embedding   None, batch  -> x [n or n/t, h]
     block       x, batch     -> x
