@@ -20,9 +20,8 @@ or LARS. Below each title:
     step         norms: two of each parameter
 
 In GPT-2 a layer has two rows and two columns of bsh elements. So a rank sends 8 Lm bsh (t-1)/t elements of activations
-over tp, with recomputation 12, with sequence parallelism 10, with both 14. Over data it sends 2 P (n-1)/n elements with
-ZeRO 0 and 1, (m+1) P (n-1)/n with 2, and 3m P (n-1)/n with 3. The axes shards and copies exist only with zero_copies;
-without it, shards is data.
+over tp, with recomputation 12, with sequence parallelism 10, with both 14. The axes shards and copies exist only with
+zero_copies; without it, shards is data.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Predict the bytes of the model states on a rank: parameters, gradients, master weights, moments.
 
-**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, Table 1). (2 + 4 + 4 + 8) are bytes per
-element of parameters, gradients, master weights and moments. fp32 parameters are also the master weights, except with
-`offload` on a GPU.
+**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, Table 1). (2 + 4 + 4 + 8) are their bytes
+per element, in this order. fp32 parameters are also the master weights, except with `offload` on a GPU.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
       0      16P                        18P                      16P                     nothing is sharded

@@ -2,8 +2,7 @@
 
 Rank r has part r of n equal parts. Only attention connects the tokens of a sample: before it, an all_to_all exchanges
 tokens for heads, and each rank gets all tokens of a/(n t) heads. So n t must divide the number a of heads. A second
-all_to_all exchanges back. The cp ranks have equal parameters: for ZeRO, gradient norm and checkpoints they are data
-ranks. Another way is a ring (`ladder/rung21_ring_attention.py`).
+all_to_all exchanges back. Another way is a ring (`ladder/rung21_ring_attention.py`).
 """
 
 import torch
