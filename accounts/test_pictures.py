@@ -45,14 +45,6 @@ def test_a_curve_may_end_in_nan_and_in_a_cut_row(tmp_path):
     assert tmp_path.name in texts(tmp_path / "loss.svg")
 
 
-@pytest.mark.parametrize("content", [None, "", '{"iteration": 20}\n', "3\n{}\n"])
-def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content):
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(UserError, match=r"metrics\.jsonl|No such file"):
-        curve.main([str(tmp_path if content is not None else tmp_path / "nowhere")])
-
-
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
@@ -127,9 +119,7 @@ def test_the_groups_and_the_numbers_of_the_ledger():
 # --- all pictures -----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_missing_and_a_missing_matplotlib_are_one_line(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"^--svg=.*nowhere/x.svg: No such file or directory$"):
-        draw.main([f"--svg={tmp_path}/nowhere/x.svg"])
+def test_a_missing_matplotlib_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"^--svg=x.svg: .*pip install matplotlib$"):
         curve.draw("x.svg", [curve.read_curve(RUNS[0])])

@@ -227,21 +227,6 @@ def test_messages_in_another_order_do_deadlock():
 # --- what is wrong with a schedule ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("interleaved", 4, 6, 2), "microbatches=6: interleaved needs a multiple of stages=4, such as 4 or 8"),
-        (("interleaved", 4, 8, 1), "chunks=1: interleaved"),
-        (("chimera", 3, 4), "stages=3: chimera needs an even number, such as 2 or 4"),
-        (("zb-v", 4, 8, 1), "chunks=1: zb-v needs 2"),
-        (("1f1b", 0, 8), "stages=0"),
-        (("zb-h3", 4, 8), f"schedule=zb-h3: should be one of {', '.join(SCHEDULES)}"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(arguments, words):
-    assert refusal(build, *arguments).startswith(words)
-
-
 def test_a_deadlock_is_explained():
     """Rank 1 runs all its forwards first, but rank 0 needs rank 1's first backward before its last forward."""
     schedule = build("1f1b", 2, 3)

@@ -1,9 +1,7 @@
 """Test several data sets by weight: shares, epochs and changes, counted from the raw files, and every layout."""
 
-import json
 import resource
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 import config as configuration
 from accounts.metrics import read_metrics
 from data import Mixture, Tokens, shares_of
-from errors import UserError
 from testing.tiny import configured, fails, go, write_tokens
 
 SIZES = {"en": 1000, "code": 370, "ja": 250}  # tokens: 124, 46 and 31 windows of 8
@@ -146,16 +143,3 @@ def test_a_set_without_validation_tokens_is_said(three, tmp_path, capsys):
     for name in ("en", "ja"):
         written(tmp_path / name, 9, SIZES[name], val=0)
     assert fails(configured(tmp_path / "b", three(6, 3, 1))).startswith("no val loss of en: seq_length=8: ")
-
-
-# --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-def test_sets_that_do_not_fit_together_are_refused(three, tmp_path):
-    meta = Path(tmp_path / "ja/meta.json")
-    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"eot_id": 3}))
-    with pytest.raises(UserError, match=r"data_dir=.*ja/train.bin has eot_id=3, but \S*/en/train.bin has 99"):
-        Mixture(three(1, 1, 1), "train", 8, 100)
-    copy = written(tmp_path / "copy", 0, SIZES["en"])
-    with pytest.raises(UserError, match=r"data_dir=.*: en and copy have the same content; leave one out"):
-        Mixture(f"{three(1, 1, 0)},3:{copy}", "train", 8, 100)

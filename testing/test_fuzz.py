@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from errors import exit_on_user_error
+from recovery import checkpoint
 from testing.tiny import write_index
+from tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
 
@@ -69,6 +73,7 @@ def end_well(template, tmp_path, monkeypatch, capfd, module, words, damage=lambd
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [module, *words])
     damage()
+    load_tokenizer.cache_clear()
     capfd.readouterr()
     try:
         exit_on_user_error(importlib.import_module(module).main)
@@ -109,11 +114,13 @@ def test_a_full_disk_under_stdout_costs_no_product(template, tmp_path, monkeypat
 
 def put_in_place(deeds):
     """Do what the second column of mistakes.txt says."""
-    for verb, path, text in (f"{deed}  ".split(" ", 2) for deed in filter(None, deeds.split(" ; "))):
-        text = text.strip()
+    for verb, _, words in (deed.partition(" ") for deed in filter(None, deeds.split(" ; "))):
+        path, _, text = words.partition(" ")
         Path(path).parent.mkdir(exist_ok=True)
         if verb == "rm":
             (shutil.rmtree if Path(path).is_dir() else os.unlink)(path)
+        elif verb == "copy":
+            shutil.copytree(path, text)
         elif verb == "cut":
             os.truncate(path, int(text))
         elif verb == "write":
@@ -123,13 +130,18 @@ def put_in_place(deeds):
             assert old in before, before
             Path(path).write_text(before.replace(old, new))
         elif verb == "index":  # a changed index has its right sum
-            keys, value = text.split(" = ")
+            keys, value = words.split(" = ")
             *outer, last = (int(key) if key.isdigit() else json.loads(f'"{key}"') for key in keys.split(" "))
-            index = table = json.loads(Path(path).read_text())
+            index = table = checkpoint.read_index("run/step_2")
             for key in outer:
                 table = table[key]
             table[last] = json.loads(value)
-            write_index(Path(path).parent, index)
+            write_index(Path("run/step_2"), index)
+        elif verb == "weights":  # with pickle, which writes also what is no tensor
+            t = load_file(f"{path}/model.safetensors")
+            exec(text, {"t": t, "torch": torch})
+            torch.save(t, f"{path}/pytorch_model.bin")
+            os.unlink(f"{path}/model.safetensors")
         else:
             {"pipe": os.mkfifo, "mkdir": os.mkdir}[verb](path)
 
@@ -145,3 +157,4 @@ def test_a_mistake_is_this_line(template, tmp_path, monkeypatch, capfd, row):
     module = "bench.__main__" if module == "bench" else module
     said = end_well(template, tmp_path, monkeypatch, capfd, module, words.split(), lambda: put_in_place(deeds))
     assert re.fullmatch(re.escape(line).replace(r"\.\.\.", ".*"), said), said
+    assert module == "train" or not Path("new").exists(), "a refused command has written something"
