@@ -190,6 +190,8 @@ def test_the_check_does_not_grow_with_the_batch(monkeypatch):
     fields = dict(train_iters=1, micro_batch_size=1, pp=4, schedule="interleaved", chunks=2, num_layers=6)
     configuration.check(Config(global_batch_size=8000, **fields), 4)
     assert len(built) == 1 and built[0] < 16
+    for wrong in (dict(global_batch_size=8002), dict(global_batch_size=8000, rampup_batch_size="4,2,9")):
+        assert "interleaved needs a multiple of stages=4" in refusal(configuration.check, Config(**fields, **wrong), 4)
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
