@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from errors import UserError
 from parallel import comm
-from parallel.mesh import Axis, Mesh
-from parallel.watch import Watch
+from parallel.mesh import Mesh
 from testing import dry_run
 from testing.tiny import tiny_config
 
@@ -105,22 +103,3 @@ def test_on_nccl_groups_have_priority_and_are_connected_at_once(monkeypatch):
         assert mesh.second(mesh.data).group is groups[-1] not in (dp, tp, backward) and calls[5:] == [(groups[-1], [7])]
     finally:
         dist.destroy_process_group()
-
-
-def agrees(bad_rank):
-    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, Watch())
-
-    def action():
-        if axis.rank == bad_rank:
-            raise UserError(f"rank {axis.rank} has no file")
-        return axis.rank
-
-    try:
-        return comm.agree(axis, action)
-    except UserError as error:
-        return str(error)
-
-
-def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
-    assert workers.run(3, agrees, None) == [0, 1, 2]
-    assert workers.run(3, agrees, 1) == ["rank 1 has no file"] * 3

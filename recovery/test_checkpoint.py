@@ -291,16 +291,6 @@ def trained(tmp_path_factory):
     return out, data_dir
 
 
-@pytest.mark.parametrize("layers, said", [(2, r"is \[.* and absent in the model"), (4, "is absent in the checkpoint")])
-def test_a_changed_model_is_not_called_damage(trained, layers, said):
-    """The configuration is the same, because the code of the model has changed."""
-    out, data_dir = trained
-    config = configured(out, data_dir, num_layers=layers)
-    with pytest.raises(UserError, match=rf"step_3: block{min(layers, 3)}.* {said}") as error:
-        train.restore(train.build_run(config, Mesh(), CPU), out / "step_3")
-    assert "remove" not in str(error.value)
-
-
 def load_each(config, damages):
     """Return the messages of loading a checkpoint with one damaged file each time.
 
