@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from accounts import bubbles
 from accounts.flops import hardware_flops, model_flops
 from config import Config
-from parallel import optimizer, simulation, tensor
+from parallel import optimizer, tensor
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
 from testing.compare import same_tensor
@@ -228,46 +227,6 @@ def test_lambs_trust_ratio_is_the_formulas(layerwise, norm, right):
     }
     wrong = {f"that with the trust ratio {name}": before - LR * ratio * direction for name, ratio in ratios.items()}
     same_tensor(f"the weight with the trust ratio {right:g}", w, before - LR * right * direction, wrong)
-
-
-# --- 8, 10: schedules ----------------------------------------------------------------------------------------------
-
-SIZES = [(4, 8), *((p, m) for p in (3, 2, 6, 1) for m in (7, 4, 12, 2, 1)), (4, 3), (4, 1)]  # p = 4, m = 8 comes first
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-
-
-def timelines(name):
-    """Yield (a text, {letter: value} of a formula, the Timeline) for each size. An error names p and m, too."""
-    for p, m in SIZES:
-        where = f"{name}, p = {p} stages, m = {m} micro-batches"
-        try:
-            schedule = simulation.build(name, p, m)
-        except Exception as error:
-            pytest.fail(f"{where}: {type(error).__name__}: {error}", pytrace=False)
-        yield where, dict(p=p, m=m, **COST), bubbles.simulate(schedule, COST)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_a_schedule_can_run_in_every_size(name):
-    assert len([*timelines(name)]) == len(SIZES)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
-def test_the_bubble_is_the_formulas(name):
-    formula = bubbles.FORMULAS[name]
-    for where, sizes, line in timelines(name):
-        if bubbles.by_formula(formula.where, **sizes):
-            said = f"{where}: the bubble is {line.bubble:.4f}; should be {formula.bubble}"  # a question asks how much
-            assert line.bubble <= bubbles.by_formula(formula.bubble, **sizes) + 1e-9, said
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
-def test_the_peak_is_the_formulas(name):
-    formula = bubbles.FORMULAS[name].peak
-    for where, sizes, line in timelines(name):
-        for r, peak in enumerate(line.peak):
-            most = bubbles.by_formula(formula, r=r, **sizes)
-            assert peak <= most, f"{where}: {peak} are in flight on rank {r}; should be at most {formula}"
 
 
 # --- 11: tensor parallelism -------------------------------------------------------------------------------------------
