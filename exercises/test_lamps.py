@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from accounts.flops import hardware_flops, model_flops
 from config import Config
-from parallel import optimizer, tensor
+from parallel import tensor
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
 from testing.compare import same_tensor
@@ -100,55 +100,6 @@ def test_backward_of_a_linear_is_autograds(what):
         same_tensor(f"the sum of {name} over two micro-batches", buffer, 2 * right[name], wrong)
 
 
-# --- 3: SGD, AdamW ----------------------------------------------------------------------------------------------------
-
-B1, B2, EPS, LR, DECAY, T = 0.8, 0.95, 0.1, 0.5, 0.2, 3
-CONSTANTS = dict(lr=LR, decay=DECAY, scale=0.25, update=T, beta1=B1, beta2=B2, eps=EPS)
-
-
-def buffers():
-    """Return a weight, a gradient (4 times that of `adam`, for `scale`), and [m, v]."""
-    return drawn(6), 4 * drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
-
-
-def adam(slide=1, inside=False, t=T):
-    """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root."""
-    g, (_, _, (m, v)) = drawn(6, seed=1), buffers()
-    m, v = B1 * m + slide * (1 - B1) * g, B2 * v + slide * (1 - B2) * g**2
-    root = v / (1 - B2**t)
-    return m, v, m / (1 - B1**t) / ((root + EPS).sqrt() if inside else root.sqrt() + EPS)
-
-
-@pytest.mark.parametrize("name, decay", [("sgd", 0.0), ("sgd", DECAY), ("adamw", DECAY)])
-def test_a_weight_moves_by_the_formula(name, decay):
-    (w, g, moments), before = buffers(), drawn(6)
-    getattr(optimizer, name)(w, g, moments, **CONSTANTS | dict(decay=decay))
-    step, rest = LR * (drawn(6, seed=1) if name == "sgd" else adam()[2]), (1 - LR * decay) * before
-    wrong = {
-        "made without the weight decay": before - step,
-        "made with the decay of the weight after the step": (before - step) * (1 - LR * decay),
-        "moved along the gradient, not against it": rest + step,
-        "made without `scale`": rest - 4 * step,
-        "the old one: change `weight` in place": before,
-    }
-    same_tensor(f"the weight after {name} with decay={decay}", w, rest - step, wrong)
-
-
-@pytest.mark.parametrize("what", ["m", "v", "direction"])
-def test_adam_is_its_formula(what):
-    _, g, (m, v) = buffers()
-    direction = optimizer.adam_direction(g, m, v, CONSTANTS["scale"], T, B1, B2, EPS)
-    i = ["m", "v", "direction"].index(what)
-    wrong = {} if what == "direction" else {f"the old one: change `{what}` in place": buffers()[2][i]}
-    wrong |= {
-        "the slide's: it subtracts the gradient": adam(slide=-1)[i],
-        "made with epsilon inside the root": adam(inside=True)[i],
-        "made without the division by 1 - b^t": adam(t=1e9)[i],
-        "made with b^(t+1)": adam(t=T + 1)[i],
-    }
-    same_tensor(f"{what} of Adam", (m, v, direction)[i], adam()[i], wrong)
-
-
 # --- 4, 5, 6: data parallelism, ZeRO ----------------------------------------------------------------------------------
 
 
@@ -192,41 +143,6 @@ def test_stage_3_frees_a_bucket_that_does_not_compute(workers):
         more = sorted(whole - {"block1", "block2", "word"})
         assert not more, f"{more} are whole while block1 computes; only block1, the next one and the table should be"
         assert not left, f"{sorted(left)} are whole after the step; none should be"
-
-
-# --- 7: LAMB ----------------------------------------------------------------------------------------------------------
-
-WHOLE, DIRECTION = 8.0, 2.0  # norms of a whole tensor and of its direction
-
-
-def test_lambs_direction_is_adamws_with_decay():
-    w, g, moments = buffers()
-    optimizer.lamb(w, g, moments, **CONSTANTS)
-    wrong = {"still the gradient: `gradient` must be overwritten": buffers()[1], "made without decay": adam()[2]}
-    same_tensor("LAMB's direction", g, adam()[2] + DECAY * drawn(6), wrong)
-    same_tensor("the weight after LAMB's first half, which must not change it,", w, drawn(6))
-
-
-@pytest.mark.parametrize(
-    "layerwise, norm, right",
-    [(True, WHOLE, 4.0), (False, WHOLE, 1.0), (True, 0.0, 1.0)],
-    ids=["matrix", "bias", "zero"],
-)
-def test_lambs_trust_ratio_is_the_formulas(layerwise, norm, right):
-    """The update is lr * ratio * direction. The ratio is 1 for a bias, and where the weight or the direction is 0."""
-    w, direction, _ = buffers()
-    if norm == 0:
-        optimizer.apply_lamb(w.clone(), 0 * direction, [], WHOLE, 0.0, lr=LR, decay=DECAY, layerwise=True)
-    optimizer.apply_lamb(w, direction, [], norm, DIRECTION, lr=LR, decay=DECAY, layerwise=layerwise)
-    before, direction, _ = buffers()
-    ratios = {
-        "|w| / |direction|": WHOLE / DIRECTION,
-        "1 (the rate is lr)": 1.0,
-        "0 (no update)": 0.0,
-        "the norms of this rank's part": before.norm() / direction.norm(),
-    }
-    wrong = {f"that with the trust ratio {name}": before - LR * ratio * direction for name, ratio in ratios.items()}
-    same_tensor(f"the weight with the trust ratio {right:g}", w, before - LR * right * direction, wrong)
 
 
 # --- 11: tensor parallelism -------------------------------------------------------------------------------------------

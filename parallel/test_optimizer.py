@@ -26,64 +26,101 @@ def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
     return reference.update_scalars(*tensors, beta1, beta2)
 
 
-def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
+B1, B2, EPS, LR, DECAY, T = 0.8, 0.95, 0.1, 0.5, 0.2, 3
+CONSTANTS = dict(lr=LR, decay=DECAY, scale=0.25, update=T, beta1=B1, beta2=B2, eps=EPS)
+
+
+def buffers():
+    """Return a weight, a gradient (4 times that of `adam`, for `scale`), and [m, v]."""
+    return drawn(6), 4 * drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
+
+
+def adam(slide=1, inside=False, t=T):
+    """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root."""
+    g, (_, _, (m, v)) = drawn(6, seed=1), buffers()
+    m, v = B1 * m + slide * (1 - B1) * g, B2 * v + slide * (1 - B2) * g**2
+    root = v / (1 - B2**t)
+    return m, v, m / (1 - B1**t) / ((root + EPS).sqrt() if inside else root.sqrt() + EPS)
+
+
+@pytest.mark.parametrize("name, decay", [("sgd", 0.0), ("sgd", DECAY), ("adamw", DECAY)])
+def test_a_weight_moves_by_the_formula(name, decay):
+    (w, g, moments), before = buffers(), drawn(6)
+    getattr(optimizer, name)(w, g, moments, **CONSTANTS | dict(decay=decay))
+    step, rest = LR * (drawn(6, seed=1) if name == "sgd" else adam()[2]), (1 - LR * decay) * before
+    wrong = {
+        "made without the weight decay": before - step,
+        "made with the decay of the weight after the step": (before - step) * (1 - LR * decay),
+        "moved along the gradient, not against it": rest + step,
+        "made without `scale`": rest - 4 * step,
+        "the old one: change `weight` in place": before,
+    }
+    same_tensor(f"the weight after {name} with decay={decay}", w, rest - step, wrong)
+
+
+@pytest.mark.parametrize("what", ["m", "v", "direction"])
+def test_adam_is_its_formula(what):
+    _, g, (m, v) = buffers()
+    direction = optimizer.adam_direction(g, m, v, CONSTANTS["scale"], T, B1, B2, EPS)
+    i = ["m", "v", "direction"].index(what)
+    wrong = {} if what == "direction" else {f"the old one: change `{what}` in place": buffers()[2][i]}
+    wrong |= {
+        "the slide's: it subtracts the gradient": adam(slide=-1)[i],
+        "made with epsilon inside the root": adam(inside=True)[i],
+        "made without the division by 1 - b^t": adam(t=1e9)[i],
+        "made with b^(t+1)": adam(t=T + 1)[i],
+    }
+    same_tensor(f"{what} of Adam", (m, v, direction)[i], adam()[i], wrong)
+
+
+def test_the_fused_adamw_is_adamw():
     """One range decays, one does not. A skipped update changes nothing."""
-    w, m, v, lr, b1, b2, eps = drawn(48), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
-    m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32).double()
-    ours, moments = w.clone(), [m.clone(), v.clone()]
-    plain, plain_moments = w.clone(), [m.clone(), v.clone()]
+    ours, moments = drawn(48), [0 * drawn(48), 0 * drawn(48)]
+    plain, plain_moments, constants = ours.clone(), [m.clone() for m in moments], dict(beta1=B1, beta2=B2, eps=EPS)
     for t in range(1, 6):
         g = drawn(48, seed=t)
-        m = b1 * m + (1 - b1) * g
-        v = b2 * v + (1 - b2) * g**2
-        w = w - lr * (decay * w + (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps))
         for skip in (True, False):
-            arguments = scalars(lr, 0.25, t, skip, b1, b2), [(0, 32, True), (32, 48, False)]
-            before = ours.clone()
-            adamw_(ours, g * 4, moments, *arguments, decay=0.1, beta1=b1, beta2=b2, eps=eps)
+            before, ranges = ours.clone(), [(0, 32, True), (32, 48, False)]
+            adamw_(ours, 4 * g, moments, scalars(LR, 0.25, t, skip, B1, B2), ranges, decay=DECAY, **constants)
             assert not skip or torch.equal(ours, before)
-        for part, weight_decay in [(slice(0, 32), 0.1), (slice(32, 48), 0.0)]:
-            buffers = plain[part], g[part] * 4, [x[part] for x in plain_moments]
-            constants = dict(beta1=b1, beta2=b2, eps=eps)
-            optimizer.adamw(*buffers, lr=lr, decay=weight_decay, scale=0.25, update=t, **constants)
-        same_tensor(f"the weight after update {t} by optimizer.adamw", plain, w)
-        same_tensor(f"the weight after update {t} by the fused adamw_", ours, w)
-        for a, b, c in zip(moments, plain_moments, (m, v), strict=True):
-            same_tensor(f"a moment after update {t} by optimizer.adamw", b, c)
-            same_tensor(f"a moment after update {t} by the fused adamw_", a, c)
+        for part, decay in [(slice(0, 32), DECAY), (slice(32, 48), 0.0)]:
+            buffers = plain[part], 4 * g[part], [x[part] for x in plain_moments]
+            optimizer.adamw(*buffers, lr=LR, decay=decay, scale=0.25, update=t, **constants)
+        for what, a, b in zip(["the weight", "m", "v"], [ours, *moments], [plain, *plain_moments], strict=True):
+            same_tensor(f"{what} after update {t} by the fused adamw_", a, b)
 
 
-def test_sgd_is_torch_sgd():
-    w, theirs = drawn(5), torch.nn.Parameter(drawn(5))
-    rule = torch.optim.SGD([theirs], lr=1e-2, weight_decay=0.1)
-    for update in range(5):
-        before = w.clone()
-        theirs.grad = drawn(5, seed=update + 1)
-        rule.step()
-        optimizer.sgd(w, theirs.grad * 4, [], lr=1e-2, decay=0.1, scale=0.25)
-        wrong = {
-            "moved along the gradient, not against it": before * (1 - 1e-3) + 1e-2 * theirs.grad,
-            "made without `scale`": before * (1 - 1e-3) - 4e-2 * theirs.grad,
-            "the old one: change `weight` in place": before,
-        }
-        same_tensor(f"the weight after update {update + 1}", w, theirs.detach(), wrong)
+WHOLE, DIRECTION = 8.0, 2.0  # norms of a whole tensor and of its direction
 
 
-def by_tensor(name, w, g, state, c, lr, update, matrix):
-    """Return a whole tensor after LAMB or LARS, written as in the paper."""
-    decay = c.weight_decay * matrix
-    if name == "lamb":
-        m, v = state.setdefault("m", torch.zeros_like(w)), state.setdefault("v", torch.zeros_like(w))
-        m.copy_(c.adam_beta1 * m + (1 - c.adam_beta1) * g)
-        v.copy_(c.adam_beta2 * v + (1 - c.adam_beta2) * g * g)
-        m_hat, v_hat = m / (1 - c.adam_beta1**update), v / (1 - c.adam_beta2**update)
-        direction = m_hat / (v_hat.sqrt() + c.adam_eps) + decay * w
-        ratio = w.norm() / direction.norm() if matrix else 1.0
-        return w - lr * ratio * direction
-    velocity = state.setdefault("v", torch.zeros_like(w))
-    ratio = c.lars_coefficient * w.norm() / (g.norm() + decay * w.norm()) if matrix else 1.0
-    velocity.copy_(c.adam_beta1 * velocity + lr * ratio * (g + decay * w))
-    return w - velocity
+def test_lambs_direction_is_adamws_with_decay():
+    w, g, moments = buffers()
+    optimizer.lamb(w, g, moments, **CONSTANTS)
+    wrong = {"still the gradient: `gradient` must be overwritten": buffers()[1], "made without decay": adam()[2]}
+    same_tensor("LAMB's direction", g, adam()[2] + DECAY * drawn(6), wrong)
+    same_tensor("the weight after LAMB's first half, which must not change it,", w, drawn(6))
+
+
+@pytest.mark.parametrize(
+    "layerwise, norm, right",
+    [(True, WHOLE, 4.0), (False, WHOLE, 1.0), (True, 0.0, 1.0)],
+    ids=["matrix", "bias", "zero"],
+)
+def test_lambs_trust_ratio_is_the_formulas(layerwise, norm, right):
+    """The update is lr * ratio * direction. The ratio is 1 for a bias, and where the weight or the direction is 0."""
+    w, direction, _ = buffers()
+    if norm == 0:
+        optimizer.apply_lamb(w.clone(), 0 * direction, [], WHOLE, 0.0, lr=LR, decay=DECAY, layerwise=True)
+    optimizer.apply_lamb(w, direction, [], norm, DIRECTION, lr=LR, decay=DECAY, layerwise=layerwise)
+    before, direction, _ = buffers()
+    ratios = {
+        "|w| / |direction|": WHOLE / DIRECTION,
+        "1 (the rate is lr)": 1.0,
+        "0 (no update)": 0.0,
+        "the norms of this rank's part": before.norm() / direction.norm(),
+    }
+    wrong = {f"that with the trust ratio {name}": before - LR * ratio * direction for name, ratio in ratios.items()}
+    same_tensor(f"the weight with the trust ratio {right:g}", w, before - LR * right * direction, wrong)
 
 
 def step_of(dtype="fp64", **fields):
@@ -96,10 +133,10 @@ def weights(run):
 
 
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_layerwise_rates_are_the_papers(name, weight_decay):
-    (run, batches), states, gradients = step_of(optimizer=name, lr=0.5, weight_decay=weight_decay), {}, {}
-    whole, update = weights(run), run.zero.update
+def test_larss_rates_are_the_papers(weight_decay):
+    """LAMB gets the norms of whole tensors in the same way, and is told which ones are biases or LayerNorms."""
+    (run, batches), gradients, velocity = step_of(optimizer="lars", lr=0.5, weight_decay=weight_decay), {}, {}
+    whole, update, c = weights(run), run.zero.update, run.config
 
     def watching(scalars):
         gradients.update({p.spec.name: p.grad * scalars.scale for p in run.model.parameters()})
@@ -109,11 +146,12 @@ def test_layerwise_rates_are_the_papers(name, weight_decay):
     for count in range(1, 5):
         lr = train.train_step(run, batches).read().lr
         for p in run.model.parameters():
-            n, state = p.spec.name, states.setdefault(p.spec.name, {})
-            words = slice(run.config.vocab_size if n == "word.weight" else None)  # the paper's table has no other rows
-            rows = whole[n][words], gradients[n][words]
-            whole[n] = by_tensor(name, *rows, state, run.config, lr, count, p.spec.decay)
-            ours = p.detach()[words]
+            n, decay = p.spec.name, weight_decay * p.spec.decay
+            words = slice(c.vocab_size if n == "word.weight" else None)  # the paper's table has no other rows
+            w, g, ours = whole[n][words], gradients[n][words], p.detach()[words]
+            ratio = c.lars_coefficient * w.norm() / (g.norm() + decay * w.norm()) if p.spec.decay else 1.0
+            velocity[n] = c.adam_beta1 * velocity.get(n, 0) + lr * ratio * (g + decay * w)
+            whole[n] = w - velocity[n]
             same, norms = torch.allclose(ours, whole[n], rtol=1e-10, atol=1e-13), (ours.norm(), whole[n].norm())
             assert same, f"{n} after update {count}: |w| is {norms[0]:.8g}, and {norms[1]:.8g} by the paper's formula"
 
