@@ -58,7 +58,8 @@ def whole_linear(n, i, o):
     return x.detach(), w.detach(), bias.detach(), dy, y.detach(), x.grad, w.grad, bias.grad
 
 
-def check_column_parallel(enter, packed):
+def check_column_parallel(enter, packed, only=("y", "dx", "dw", "db"), before=1.0):
+    """Compare these tensors. before: what an earlier micro-batch has left in the gradients of the parameters."""
     tp = all_ranks_as_tp()
     x, w, bias, dy, y, dx, dw, db = whole_linear(8, 6, 24)
 
@@ -73,16 +74,22 @@ def check_column_parallel(enter, packed):
     whole_x, x = x, x[rows].clone().requires_grad_()
     shape = (3, -1) if packed else (-1,)
     our_w, our_bias = (with_buffer(mine(part, 0).unflatten(0, shape)) for part in (w, bias))
-    our_bias.grad.fill_(1.0)  # of an earlier micro-batch
+    buffers = [p.grad.fill_(before) for p in (our_w, our_bias)]
     out = Linear.apply(x, our_w, our_bias, enter, None, tp)
-    close_on(tp, "y", out.detach(), mine(y, 1), {"the product without the bias": whole_x @ mine(w, 0).T})
     out.backward(mine(dy, 1))
-    share = mine(dy, 1) @ mine(w, 0)
-    close_on(tp, "dx", x.grad, dx[rows], {"its own share, not the sum over tp": share[rows]})
-    own_rows = {"made of its own rows of x only, not of the gathered x": mine(dy, 1)[rows].T @ whole_x[rows]}
-    close_on(tp, "dw", our_w.grad.flatten(0, -2), mine(dw, 0), own_rows)
-    alone = {"that of the last micro-batch alone: it is not added to `bias.grad`": mine(db, 0)}
-    close_on(tp, "db", our_bias.grad.flatten(), 1 + mine(db, 0), alone)
+    share, own_rows = mine(dy, 1) @ mine(w, 0), mine(dy, 1)[rows].T @ whole_x[rows]
+    dw, db, grads = mine(dw, 0), mine(db, 0), buffers if before else [our_w.grad, our_bias.grad]
+    last = "the last micro-batch's alone: `.grad` is overwritten, not added to"
+    same = "what it was before: add in place, `.grad` is a view into a bucket"
+    gathered = "made of its own rows of x only, not of the gathered x"
+    for what, ours, right, instead in [
+        ("y", out.detach(), mine(y, 1), {"the product without the bias": whole_x @ mine(w, 0).T}),
+        ("dx", x.grad, dx[rows], {"its own share, not the sum over tp": share[rows]}),
+        ("dw", grads[0].flatten(0, -2), dw, {gathered: before + own_rows, last: dw, same: before + 0 * dw}),
+        ("db", grads[1].flatten(), db, {last: db, same: before + 0 * db}),
+    ]:
+        if what in only:
+            close_on(tp, what, ours, right + before * (what in ("dw", "db")), instead)
 
 
 def check_row_parallel(leave):
@@ -107,6 +114,15 @@ def check_row_parallel(leave):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_column_parallel_linear_is_the_whole_one(workers, tp, enter, packed):
     workers.check(tp, check_column_parallel, enter, packed)
+
+
+@pytest.mark.parametrize(
+    "only, before",
+    [(["dx"], 0.0), (["dw"], 0.0), (["db"], 0.0), (["dw", "db"], 1.0)],
+    ids=["dx", "dw", "db", "the sum of two micro-batches"],
+)
+def test_backward_of_a_linear_is_autograds(only, before):
+    check_column_parallel("copy", False, only, before)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
