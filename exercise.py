@@ -12,9 +12,9 @@
     options: --limit=120   seconds of CPU time that judging an exercise may need, or ten times as many on the clock
              --csv=FILE    where `grade` writes its table, too
 
-Predict first: `start` asks for two or three numbers. The right numbers are shown once you have answered all. Your file
-stands in for the project's in a copy of the last commit, and each test there is a lamp with the idea that it stands
-for. A bonus lamp may stay red. What else of the file you changed is listed.
+Predict first: `start` asks for two or three numbers. Nothing is judged before you have answered all: the lamps' ideas
+tell them. Your file stands in for the project's in a copy of the last commit, and each test there is a lamp with the
+idea that it stands for. A bonus lamp may stay red. What else of the file you changed is listed.
 
 A hunt: train in the project and in mine/hunt, see the symptom, find the defect, mend it. Train other layouts and one
 process, too: change the fields of the command. Losses, norms, bytes beside their formulas, copies and errors are the
@@ -64,6 +64,7 @@ HUNT = """hunt {}: mine/hunt has one defect. Train in both folders, edit the fil
 mine/hunt に不具合が1つあります。2つのフォルダで学習して比べ、mine/hunt のファイルを直し、--done で採点します。
 the project:  {command}
 the copy:     (cd mine/hunt && {command})"""
+SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "^": "**", "%": "/100", "\u2212": "-"})  # times, by, minus
 FORMAT = """# Write one number each, without a unit, such as 8,192 or 6e23 or 5/7 or 4*1024 or 2**20 (at most 1% off).
 # 数だけを1つずつ、単位を付けずに書いてください。+ - * / ** の式でもかまいません。
 """
@@ -198,8 +199,8 @@ def also_changed(number, text, own=False):
 
 
 def number_of(text):
-    """Return the value of a text such as 8,192 or 5/7 or 4*1024, or None if it is no number."""
-    plain = re.sub(r",(?=\d{3}\b)| ", "", unicodedata.normalize("NFKC", text))
+    """Return the value of a text such as 8,192 or 5/7 or 4*1024 or 2^20 or 25%, or None if it is no number."""
+    plain = re.sub(r",(?=\d{3}\b)| ", "", text).translate(SIGNS)
     with contextlib.suppress(SyntaxError, NameError, MemoryError, *WRONG):
         if re.fullmatch(r"[\d.eE+*/()-]+", plain):  # no names
             tree = ast.parse(plain, mode="eval")
@@ -222,7 +223,7 @@ def compared(number, mine):
     first = mine / f"{number}.first"
     for path in (first, mine / f"{number}.txt"):
         text, rows = text_of(path) if path.exists() else "", []
-        answers = dict(re.findall(r"(?m)^(\w+) *= *(\S.*)", text))
+        answers = dict(re.findall(r"(?m)^ *(\w+) *= *([^\s#].*?)\s*?(?:#|$)", unicodedata.normalize("NFKC", text)))
         for q in exercise(number)["predict"]:
             answer, right = answers.get(q["name"], "?"), right_number(q)
             value = number_of(answer)
@@ -360,20 +361,18 @@ def answer_of(number, mine):
 def judge_mine(number, mine, limit):
     """Judge the answer and the predictions in a folder mine/, and print all. Return whether the exercise is green."""
     e, text, (answers, complete) = exercise(number), answer_of(number, mine), compared(number, mine)
+    if not complete and mine == MINE:
+        todo = ", ".join(f"{q['name']} = {shown(answer[:NOTE])}" for q, answer, _, good in answers if good is None)
+        raise UserError(f"mine/{number}.txt: first answer with a number まず数で答えてください: {todo}")
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
-    judged = judge(number, text, limit, e["show"] if complete else ())
+    judged = judge(number, text, limit, e["show"])
     print(title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
     if changed := also_changed(number, text):
         print(f"also changed ほかの変更: {shown(', '.join(changed))}")
-    for q, answer, right, good in answers:
-        if complete:
-            why = "" if good else f": {q['derivation']}"
-            said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
-            print(mark(good), said, sep="  ")
-        elif good is None and answer != "?":
-            print(f"{q['name']}: not a number: {shown(answer[:NOTE])}; should be as 8,192 or 4*1024 数ではありません")
-    if not complete:
-        print(f"mine/{number}.txt: answer all questions to see the right numbers and tables 全問で正解と表が出ます")
+    for q, answer, right, good in answers * complete:
+        why = "" if good else f": {q['derivation']}"
+        said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
+        print(mark(good), said, sep="  ")
     for lamp, message in judged:
         bad = "red" if lamp["points"] else "bonus"
         print(mark(message is None, bad), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")

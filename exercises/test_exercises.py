@@ -235,19 +235,28 @@ def test_a_class_is_graded(tmp_path, monkeypatch, capsys):
 
 
 def test_the_first_complete_predictions_are_kept(mine, monkeypatch, capsys):
-    """Until then no command is run, which would show the right numbers."""
+    """Until then nothing is judged or shown: a lamp's idea, or a table, would tell the right numbers."""
     (mine / "8_schedules.py").touch()
-    monkeypatch.setattr(exercise, "judge", lambda *arguments: print(arguments[-1]) or [])
-    for answer, said in [("?", "()"), ("27.3%", "not a number"), ("\uff13/11", "0.2727"), ("1", "\uff13/11")]:
-        (mine / "8.txt").write_text(f"# a\nbubble = {answer} \nin_flight = 2**2\nin_flight_of_gpipe=8\n")
+    monkeypatch.setattr(exercise, "judge", lambda *arguments: print("judged") or [])
+
+    def said(answer):
+        (mine / "8.txt").write_text(f" bubble \uff1d {answer}\u3000# a\nin_flight = 2**2\nin_flight_of_gpipe=8\n")
         exercise.judge_mine(8, mine, 60)
-        out = capsys.readouterr().out
-        assert said in out and ("0.2727" in out) == (EXERCISES[8]["show"][0] in out), out
+        return capsys.readouterr().out
+
+    for answer in ("?", "8\u500b"):
+        with pytest.raises(UserError, match=re.escape(f": bubble = {answer}")):
+            said(answer)
+    assert capsys.readouterr().out == ""
+    for answer in ("\uff13/11", "1"):
+        out = said(answer)
+        assert "judged" in out and "you あなた 3/11, the formula 正解 0.2727" in out, out
 
 
 def test_a_number_may_be_computed():
-    right = {"8,192": 8192, "\uff16.02e23": 6.02e23, "\uff12**20": 2**20, "-(2 + 3)*4/8-1": -3.5}
-    wrong = "9**9**9;8\u500b;27.3%;x;e;1/0;?;();5(5);__import__('os');" + 10**5 * "9" + ";" + 10**5 * "-"
+    right = {"8,192": 8192, "6.02e23": 6.02e23, "2^20": 2**20, "-(2 + 3)*4/8-1": -3.5, "27%": 0.27}
+    right |= {"5 \u00d7 2^\u22121": 2.5, "1\u00f78": 0.125}
+    wrong = "9**9**9;8\u500b;7 MB;x;e;1/0;?;();5(5);__import__('os');" + 10**5 * "9" + ";" + 10**5 * "-"
     for text in [*right, *wrong.split(";")]:
         assert exercise.number_of(text) == right.get(text), text
 
