@@ -216,7 +216,7 @@ def right_number(question):
 
 
 def compared(number, mine):
-    """Return [(question, answer, right answer, whether it is at most 1% off, or None: no number)], and whether all are.
+    """Return [(question, answer, right answer, whether it is at most 1% off, or None: no number)].
 
     The answers are the first complete ones in a folder mine/, if there are any. Those of the student are kept.
     """
@@ -228,11 +228,11 @@ def compared(number, mine):
             answer, right = answers.get(q["name"], "?"), right_number(q)
             value = number_of(answer)
             rows.append((q, answer, right, value if value is None else abs(value - right) <= 0.01 * right))
-        if complete := None not in [good for *_, good in rows]:
+        if None not in [good for *_, good in rows]:
             if mine == MINE:
                 first.write_text(text, "utf-8")
             break
-    return rows, complete
+    return rows
 
 
 # --- grade ------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def graded(number, mine, limit):
     """Return a row for `grade`, {column: value}, without the bonus lamps."""
     if not mine.parent.is_dir():
         return {"note": "no such folder"}
-    path, good = answer_path(number, mine), [good for *_, good in compared(number, mine)[0]]
+    path, good = answer_path(number, mine), [good for *_, good in compared(number, mine)]
     row = {"predictions": f"{good.count(True)} of {len(good)}"}
     if not path.exists() or (text := text_of(path)) == blank(number):
         return row | {"note": "todo"}
@@ -274,7 +274,7 @@ def graded(number, mine, limit):
     messages = [message for lamp, message in judged if lamp["points"]]
     functions = {*exercise(number)["functions"]}
     return row | {
-        "points": sum(lamp["points"] for lamp, message in judged if message is None),
+        "points": f"{sum(lamp['points'] for lamp, message in judged if message is None):g}",
         "lamps": f"{messages.count(None)} of {len(messages)}",
         "also changed": ", ".join(also_changed(number, text)),
         EQUAL: "yes" if functions.isdisjoint(also_changed(number, text, own=True)) else "no",
@@ -360,16 +360,16 @@ def answer_of(number, mine):
 
 def judge_mine(number, mine, limit):
     """Judge the answer and the predictions in a folder mine/, and print all. Return whether the exercise is green."""
-    e, text, (answers, complete) = exercise(number), answer_of(number, mine), compared(number, mine)
-    if not complete and mine == MINE:
-        todo = ", ".join(f"{q['name']} = {shown(answer[:NOTE])}" for q, answer, _, good in answers if good is None)
+    e, text, answers = exercise(number), answer_of(number, mine), compared(number, mine)
+    todo = ", ".join(f"{q['name']} = {shown(answer[:NOTE])}" for q, answer, _, good in answers if good is None)
+    if todo and mine == MINE:
         raise UserError(f"mine/{number}.txt: first answer with a number まず数で答えてください: {todo}")
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
     judged = judge(number, text, limit, e["show"])
     print(title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
     if changed := also_changed(number, text):
         print(f"also changed ほかの変更: {shown(', '.join(changed))}")
-    for q, answer, right, good in answers * complete:
+    for q, answer, right, good in answers:
         why = "" if good else f": {q['derivation']}"
         said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
         print(mark(good), said, sep="  ")
