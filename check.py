@@ -78,13 +78,14 @@ TRAINING = dict(
 )  # fmt: skip
 SCHEDULE = "lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_wsd_decay_iters".split()
 USUAL = dict(init_method_std=0.02)  # for dtypes that round
+# numbers of a row of metrics.jsonl that layouts may have different
 OF_LAYOUT = "processes train_iters iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu".split()
 OF_LAYOUT += ["timers_ms"]
 ROOT = Path(__file__).parent
 # files that the reader did not write; .venv may lie in the project's folder
-OTHERS = r"/site-packages/|/testing/(adversary|record|tiny|workers)\.py|/check\.py|/errors\.py"
-OTHER = "the loss is another one than -log softmax(logits)[target]"
-HALF = 4  # the first and the last lines of a cause that are printed
+TOOLS = r"/site-packages/|/testing/(adversary|record|tiny|workers)\.py|/check\.py|/errors\.py"
+OTHER_LOSS = "the loss is another one than -log softmax(logits)[target]"
+HALF = 4  # so many first lines of a cause are printed, and so many last ones
 compare.ROWS = 3
 RUNS = {}  # of one process
 CAUSES = {}  # {cause: the check that has printed it}
@@ -258,8 +259,8 @@ def loss_scale(c):
 
 
 def first_losses(workers, c):
-    """Compare losses of the loop with the model's, for the next tokens of the file: of its first batch, of the next,
-    which has grown, and of the validation after the first. Is the model's -log softmax(logits)[target]?
+    """Compare three losses of the loop with the model's: of the first batch, of the next one, which has grown, and of
+    the validation after the first. A target should be the file's next token, a loss -log softmax(logits)[target].
     """
     rows, (record,) = one_process(workers, c)
     with stirring():
@@ -272,7 +273,7 @@ def first_losses(workers, c):
             run.zero.parameters_from_master()
         for batch in batches:
             kind = wrong_target(batch, windows) or unlike_softmax(run.model, batch)
-            if kind not in ("", OTHER):
+            if kind not in ("", OTHER_LOSS):
                 return kind
             is_plain &= kind == ""
         run.zero.zero_grad()
@@ -285,7 +286,7 @@ def first_losses(workers, c):
     if not math.isclose(loss, right, rel_tol=1e-9):
         return f"the validation's is {loss:.8g}, that of all samples in val.bin {right:.8g}"
     if not is_plain:
-        raise Changed(OTHER)
+        raise Changed(OTHER_LOSS)
 
 
 def wrong_target(batch, windows):
@@ -304,14 +305,14 @@ def unlike_softmax(model, batch):
     plain, later = (F.cross_entropy(logits, x, reduction="none") for x in (wanted, wanted.roll(-1)))
     if torch.isclose(losses, later).double().mean() > 0.5:
         return "a token's loss is that of the token after the next one: targets are the next tokens already"
-    return "" if close(losses, plain, 1e-9) else OTHER
+    return "" if compare.same(losses, plain, 1e-9) else OTHER_LOSS
 
 
 # --- the kernels, generation, export ----------------------------------------------------------------------------------
 
 
 def kernels(c, choice):
-    """Compare the loss and the gradients of one block with a GPU's operations, in float32, with reference.py's."""
+    """Compare the loss and the gradients with a GPU's operations, in float32, with those of reference.py."""
     pytest.importorskip("triton", minversion="3.7")  # as testing/interpreted.py
     sizes = dict(num_layers=min(2, c.num_layers), seq_length=min(64, c.seq_length), **USUAL)
     results, exact = [], stirred(c, **sizes)
@@ -330,10 +331,6 @@ def kernels(c, choice):
     return wrong and f"other {', '.join(wrong[:4])}: reference.py and kernels.py must change together (`OPERATIONS`)"
 
 
-def close(ours, theirs, tolerance):
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
-
-
 def update_rule(c):
     """Compare the fused update with the function of parallel/optimizer.py."""
     rule = optimizer.RULES[c.optimizer]
@@ -342,7 +339,7 @@ def update_rule(c):
     gpu = operations.choose(replace(c, kernels="triton"), torch.device("cuda"), "fp32")
     plain = updated(c, reference, rule._replace(fused=None))
     for name, ops in (("reference.py", reference), ("kernels.py", gpu)):
-        if not all(close(*pair, 1e-5) for pair in zip(updated(c, ops, rule), plain, strict=True)):
+        if not all(compare.same(*pair, 1e-5) for pair in zip(updated(c, ops, rule), plain, strict=True)):
             return f"`{rule.fused}` of {name} is not `{c.optimizer}` of parallel/optimizer.py (fused=None uses that)"
     return ""
 
@@ -377,8 +374,8 @@ def generation(c):
     ids = torch.randint(0, c.vocab_size, (1, c.seq_length), generator=torch.Generator().manual_seed(1))
     for i, right in enumerate(model(model.micro_batch(ids))):
         (logits,) = model(model.micro_batch(ids[:, i : i + 1], start=i, caches=caches))
-        if not close(logits, right, 1e-8):
-            if close(logits, right, 1e-5):
+        if not compare.same(logits, right):
+            if compare.same(logits, right, 1e-5):
                 raise UserError(ROUNDED)
             return f"the logits of token {i} differ from those of a pass over all tokens (look at `caches`)"
 
@@ -417,7 +414,7 @@ def show(name, check, *arguments):
 
 def places(stack):
     """Return the lines of a stack that are in this project, outermost first, and the code of the last one."""
-    frames = [f for f in stack if Path(f.filename).is_relative_to(ROOT) and not re.search(OTHERS, f.filename)]
+    frames = [f for f in stack if Path(f.filename).is_relative_to(ROOT) and not re.search(TOOLS, f.filename)]
     lines = [f"{Path(f.filename).relative_to(ROOT)}:{f.lineno}" for f in frames]
     return f"{' > '.join(lines[-4:])}: {frames[-1].line}" if frames else ""
 
@@ -465,7 +462,7 @@ def main():
             one = replace(c, **{key: value for key, value in fields.items() if key != "dp"})
             ranks = fields.get("dp", 2 * one.zero_copies if one.zero else 1) * one.tp * one.pp * one.cp
             one.num_layers = max(c.num_layers, one.pp * one.chunks - 2)
-            if "dropout" in fields:
+            if "dropout" in fields:  # these layouts have the reader's own learning rates
                 one = replace(one, **{name: getattr(given, name) for name in SCHEDULE})
             checks.append((name, layout, workers, one, ranks))
         if not chosen:

@@ -91,6 +91,7 @@ class Late:
     waits = False  # True from the call until `wait`
 
     def __init__(self, here, call, arguments, group, tag):
+        """Start the communication on private copies, and poison the result."""
         here.refuse_dropped()
         self.here, self.sends = here, call is isend
         self.name, number = name_of_call(group), len(here.names) & NUMBER

@@ -1,4 +1,6 @@
-"""Compile the kernels of training steps for a GPU that is not here, and print their names: testing.compiled 80
+"""Compile the kernels of training steps for a GPU that is not here, and print their names.
+
+    python -m testing.compiled 80                 for the compute capability 8.0
 
 The steps run on tensors without values (PyTorch's device "meta"). Each launch compiles its kernel, and starts nothing.
 A kernel whose numbers do not fit into the registers spills them to a stack in memory: an error.

@@ -65,14 +65,6 @@ def step(run):
     return report.measured(run, activations)
 
 
-def differences(*tables):
-    """Return a line for each row of `step`'s tables in which the dry run and the formula differ."""
-    pairs = [(table["bytes"], table["formula"]) for table in tables]
-    rows = [(key, found.get(key), formula.get(key, 0)) for found, formula in pairs for key in found | formula]
-    keys = [key for key, found, formula in rows if formula is not None and found != formula]
-    return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]
-
-
 def main():
     """Print the groups and the tables of rank 0."""
     config, ranks = traffic.parsed("testing.dry_run")

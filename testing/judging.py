@@ -28,13 +28,14 @@ from errors import UserError, explained, reading, regular
 ROOT = Path(__file__).parent.parent
 REPORT = Path("report.jsonl").absolute()  # of the copy, if pytest loads this file
 BEGUN = "begun"
-# A shell's script: run a command, and kill its group when stdin closes. sh gives a command with & no stdin of its own.
+# A shell's script: run a command, and kill its group when stdin closes. A command with & gets no stdin from sh, so the
+# first one reads 3, a copy of it.
 ENDS_WITH_PARENT = 'exec 3<&0; { read _ <&3; kill -9 0; } & exec "$@" </dev/null 3<&-'
 # A process with a time limit may have 4 GiB of memory, and write files of 4 GiB (in sh's units): it may never end.
 LIMITS = f"{{ ulimit -Sd {4 * 2**20}; ulimit -Sf {8 * 2**20}; }} 2>/dev/null; "
 ERROR = r"(?m)^E\s+(.*)"  # a line of the message in pytest's text of a failure
 LIMIT = 120  # seconds of CPU time that judging an answer may need (--limit)
-STOPS = 2  # processes share the limit: the second one has the tests after one without an answer
+STOPS = 2  # processes of pytest, which share the limit: the second one runs the tests after one that gave no answer
 LONGEST = 10**7  # characters of an output or a report
 
 
@@ -68,10 +69,10 @@ def need_pytest():
         raise UserError("this needs pytest: pip install pytest")
 
 
-def git(*words, folder=None):
+def git(*words):
     """Return git's output, as bytes. Raises UserError."""
     with explained("exercises need git"):
-        done = subprocess.run(["git", *words], cwd=folder or ROOT, capture_output=True)
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
     if done.returncode:
         raise UserError(f"exercises need a clone, made by git clone; git says: {done.stderr.decode()}")
     return done.stdout

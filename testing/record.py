@@ -49,8 +49,8 @@ class Record(NamedTuple):
     after: dict  # the same after the last step
     copies: list  # those that differ then (`replicas.differing_copies`)
     gradients: dict  # of step 1 (`gradients`)
-    sent: tuple | None  # a table: {(axis, what, operation): (calls, bytes)} of a step; None from `record_loop`
-    kept: tuple | None  # a table: {what: bytes} of the model states and of the activations; None likewise
+    sent: tuple | None  # a table: {(axis, what, operation): (calls, bytes)} of a step; None: not asked for
+    kept: tuple | None  # a table: {what: bytes} of the model states and of the activations; None: not asked for
     calls: list  # [Call], in their order
     outputs: dict | None  # of the modules in step 1 (`Outputs`); None: not asked for
     batches: list = ()  # MicroBatches of training, of `record_loop` on the first stage
@@ -218,9 +218,9 @@ def one_step(c, scale=1.0, skips=0, **fields):
     return recorded(run, lambda: train.train_step(run, batches), tables=False)
 
 
-def different(ours, right, first=0):
-    """Return the names of what differs between two Records. first: the step of `right` at which `ours` begins."""
-    pairs = {"loss": (ours.losses, right.losses[first:]), "gradient norm": (ours.norms, right.norms[first:])}
+def different(ours, right):
+    """Return the names of what differs between two Records."""
+    pairs = {"loss": (ours.losses, right.losses), "gradient norm": (ours.norms, right.norms)}
     pairs |= {name: (ours.after[name], after) for name, after in right.after.items()}
     return [name for name, pair in pairs.items() if not np.allclose(*pair, rtol=1e-10, atol=1e-12)]
 

@@ -186,6 +186,8 @@ def install():
 
 
 def _install_launch():
+    """Note a launch's tensors, and put the argument's index into each pointer."""
+
     @replaces(interpreter.GridExecutor, "__call__")
     def call(original, self, *arguments, **options):
         global _launch
@@ -257,6 +259,8 @@ def rounded(handle):
 
 
 def _install_bfloat16():
+    """Convert and multiply bfloat16 in float32, and refuse its other arithmetic."""
+
     def refusing(original, self, *arguments):
         if np.where not in arguments and any(map(is_bfloat16, arguments)):  # `np.where` only chooses
             raise TypeError("this operation on bfloat16 is not supported: convert to float32 first")

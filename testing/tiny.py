@@ -68,10 +68,10 @@ def write_tokens(folder, train=4000, val=700, vocab_size=100, seed=0):
     return str(folder)
 
 
-def wait_until(condition, seconds=30):
-    limit = time.monotonic() + seconds
+def wait_until(condition):
+    limit = time.monotonic() + 30
     while not condition():
-        assert time.monotonic() < limit, f"no success within {seconds} seconds"
+        assert time.monotonic() < limit, "no success within 30 seconds"
         time.sleep(0.001)
 
 
