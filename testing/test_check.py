@@ -83,6 +83,7 @@ def test_the_traceback_of_a_rank_is_one_line():
 
 ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = " in line)
 NORM = "torch.stack([loss, norm, lr, skip, stop, apart])"
+SUMS = "        self.sum_over_holders()\n        for bucket in self.in_order:\n"
 EDITS = {  # name: (options, edits, words of the output)
     "a mean over a rank's own heads": (
         ["--tp=2"],
@@ -113,6 +114,11 @@ EDITS = {  # name: (options, edits, words of the output)
         ["--zero=1"],
         [("log.py", '"loss_scale": last.loss_scale,', '"loss_scale": last.loss_scale / run.mesh.world.size,')],
         "look at the loop",
+    ),
+    "copies that drift apart": (
+        ["--tp=2"],
+        [("parallel/zero.py", SUMS, f"{SUMS}            bucket.grad.shard.mul_(1 + 1e-13 * self.mesh.rank)\n")],
+        "WRONG tp=2 copies differ: ",
     ),
     "a gradient that is wrong everywhere": (
         ["--tp=2"],
