@@ -179,7 +179,24 @@ def test_a_typo_is_answered_with_the_nearest(name):
     assert "; the nearest is --" in refusal(configuration.load, [f"--{name}=1"])
 
 
+def test_0_is_refused_unless_the_comment_says_what_it_means():
+    """A few fields are usual numbers, of which 0 needs no words."""
+    usual, c = "seed lr weight_decay adam_beta1 adam_beta2 lars_coefficient".split(), Config()
+    for _, name, _, comment in configuration.LINES:
+        value = vars(c).get(name)
+        if type(value) in (int, float) and value > 0 and "0: " not in comment and name not in usual:
+            assert f"{name}=0: should be above 0" in refusal(configuration.check_values, Config(**{name: 0}))
+
+
 # --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_grows_evenly_and_the_updates_of_an_epoch_are_counted():
+    """From 4 to 12 in two steps, one for each 15 of 30 samples: 4 4 4 4 8 8 12 12 ..."""
+    c = Config(global_batch_size=12, rampup_batch_size="4,4,30")
+    sizes = [configuration.global_batch_size_at(c, consumed) for consumed in (0, 14, 15, 29, 30, 99)]
+    assert sizes == [4, 4, 8, 8, 12, 12]
+    assert [configuration.iterations(c, samples) for samples in (15, 16, 31, 32, 43, 44)] == [3, 4, 5, 6, 6, 7]
 
 
 def test_the_check_does_not_grow_with_the_batch(monkeypatch):
