@@ -14,6 +14,7 @@ optimizers and models. After a failure `testing/compare.py` names the first diff
 
 import itertools
 import random
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -110,3 +111,11 @@ def test_the_points_of_a_slow_run_contain_every_pair_of_values():
         for some in (quick + slow, points.points())
     )
     assert ours == all_pairs
+
+
+@pytest.mark.slow
+def test_the_pages_say_how_many_layouts_the_grid_has():
+    known = dict(schedule=points.SCHEDULES, optimizer=points.OPTIMIZERS)  # without yours
+    count = sum(all(point[axis] in values for axis, values in known.items()) for point in points.points())
+    for page in ("README.md", "MEASURED.md"):
+        assert f"{count:,}" in Path(__file__).with_name(page).read_text("utf-8"), page

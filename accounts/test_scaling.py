@@ -45,6 +45,8 @@ def test_the_tables_have_the_numbers_of_the_slides(capsys):
     assert rows["20 tokens per parameter"][:3] == ["158.1", "3,162", "20.0"]
     assert rows["GPT-3"][:5] == ["175", "300", "1.7", "3.15e+23", "2.002"]
     assert rows["Chinchilla"][:3] == ["70", "1,400", "20.0"]
+    of_the_slide = {"LaMDA": "137 168", "Jurassic": "178 300", "Gopher": "280 300", "MT-NLG 530B": "530 270"}
+    assert {name: " ".join(rows[name][:2]) for name in of_the_slide} == of_the_slide
 
 
 @pytest.mark.parametrize(
