@@ -76,7 +76,7 @@ TRAINING = dict(
     train_iters=3, lr=1e-2, min_lr=0.0, lr_decay_style="cosine", lr_decay_iters=10, lr_warmup_iters=1, adam_eps=1e-6,
     dtype="fp64", kernels="torch", log_interval=1, eval_interval=1, eval_iters=2, save_interval=1, keep=0,
 )  # fmt: skip
-SCHEDULE = "lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_wsd_decay_iters".split()
+LEARNING_RATE = "lr min_lr lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_wsd_decay_iters".split()
 USUAL = dict(init_method_std=0.02)  # for dtypes that round
 # numbers of a row of metrics.jsonl that layouts may have different
 OF_LAYOUT = "processes train_iters iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu".split()
@@ -463,7 +463,7 @@ def main():
             ranks = fields.get("dp", 2 * one.zero_copies if one.zero else 1) * one.tp * one.pp * one.cp
             one.num_layers = max(c.num_layers, one.pp * one.chunks - 2)
             if "dropout" in fields:  # these layouts have the reader's own learning rates
-                one = replace(one, **{name: getattr(given, name) for name in SCHEDULE})
+                one = replace(one, **{name: getattr(given, name) for name in LEARNING_RATE})
             checks.append((name, layout, workers, one, ranks))
         if not chosen:
             checks += [

@@ -41,11 +41,11 @@ def compete(contestants, rounds):
 
 
 def train_beside(title, c, contestants, rounds, steps, gpu=""):
-    """Check that contestants train the same model, time their steps, and print a row for each.
+    """Check that contestants train one model, and print a row of times for each. Return whether ours has a row.
 
-    contestants: {name: start}, ours first. start() sets the initial weights and returns step().
-    step() returns read(), so that a timed step does not wait: read()[:2] are loss and gradient
-    norm. gpu: its name. There, a first figure of each is printed at once. Return whether ours is timed.
+    contestants: {name: start}, ours first. start() sets the initial weights and returns step(). step() returns read(),
+    so that a timed step does not wait: read()[:2] are loss and gradient norm. gpu: its name, or "". On a GPU a first
+    figure of each is printed at once.
     """
     stepping, ours = {}, next(iter(contestants))
 

@@ -40,7 +40,7 @@ def measure(*words):
 
 
 def work(rank, rendezvous, processes, some, model, rounds, steps):
-    """One of `processes` processes: measure the layouts `some`. rendezvous: no file yet."""
+    """One of `processes` processes: measure the layouts `some`. rendezvous: path of a file that does not exist."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
     for title, _, fields, micro_batches, theirs in some:
