@@ -90,6 +90,11 @@ def kind_of(c):
     return LLAMA if c.model == "llama" else OPT if c.activation == "relu" else GPT2
 
 
+def refuse_existing(out):
+    if os.path.lexists(out):
+        raise UserError(f"--out={out}: is there already; choose another folder")
+
+
 def column(row, kind):
     return row[KINDS.index(kind)]
 
@@ -148,6 +153,7 @@ def pairs(c, spec, whole, tensors):
 
 def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
+    refuse_existing(out)
     hf, options = transformers(), {"local_files_only": True, "trust_remote_code": False}
     carry(folder)
     vocabulary = str(Path(folder).resolve())
@@ -170,8 +176,8 @@ def from_hf(folder, out):
         if tied and not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
             raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
     writing = Path(out, "step_0.writing")
-    with explained(f"out={out}"):
-        Path(out).mkdir(parents=True)  # it must not exist
+    with explained(f"--out={out}"):
+        Path(out).mkdir(parents=True)
         writing.mkdir()
         carry(folder, writing)
         write_checkpoint(writing, model, config, tokenizer)
@@ -291,9 +297,10 @@ def write_checkpoint(folder, model, config, tokenizer):
 
 def to_hf(path, out):
     """Write a folder of transformers from the checkpoint `path`, or from the latest one in it."""
+    refuse_existing(out)
     hf, (model, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
     hf_model = exported(hf, model, tokenizer)
-    with explained(f"out={out}"):
+    with explained(f"--out={out}"):
         Path(out).mkdir(parents=True)
         hf_model.save_pretrained(out)
         write_tokenizer(tokenizer, out)

@@ -28,7 +28,7 @@ def load_model(path, device):
     """Return (model, tokenizer). path: a checkpoint or an out_dir."""
     folder = checkpoint.find(path)
     if folder is None:
-        raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
+        raise UserError(checkpoint.nothing_in(path))
     index = checkpoint.read_index(folder)
     config = configuration.of_checkpoint(index)
     config = dataclasses.replace(config, **configuration.layout_of(configuration.Config()))  # one process

@@ -143,8 +143,8 @@ def read_parts(path, number, tokenizer, text_key, unread):
     try:
         if path.endswith(".parquet"):
             for line, text in enumerate(read_column(path, text_key), 1):
-                good = {"text": text} if isinstance(text, str) else {"problem": f"{text_key} is {text!r:.20}"}
-                yield part._replace(line=line, **good)
+                problem = f"{text_key} is {text!r:.20}; should be a text"
+                yield part._replace(line=line, **{"text": text} if isinstance(text, str) else {"problem": problem})
             return
         # bad bytes become surrogates, which `encode_block` refuses
         with io.TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", "\n") as stream:
@@ -421,10 +421,11 @@ def main():
     if tokenizer.drops_space:
         print(f"warning: --tokenizer={args.tokenizer}: this vocabulary drops white space or ends of lines")
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
-    with reading(f"--part={args.part}: should be I/N, as in 0/8 to 7/8"):
+    most = f"N at most {len(files)}, the number of files"
+    with reading(f"--part={args.part}: should be I/N, as in 0/8 to 7/8, and {most}"):
         index, count = map(int, args.part.split("/"))
         if not 0 <= index < count <= len(files):
-            raise ValueError(f"files: {len(files)}")
+            raise ValueError("out of range")
     first, end = len(files) * index // count, len(files) * (index + 1) // count
     files = files[first:end]
     source = args.megatron or (args.inputs or ["stdlib"])[0]

@@ -436,7 +436,7 @@ def test_a_name_is_no_code_and_moves_no_cursor(tmp_path, capsys, name):
     with pytest.raises(SystemExit):
         exit_on_user_error(lambda: imported(folder, out))
     lines = "".join(capsys.readouterr()).splitlines()
-    assert len(lines) == 6 and "".join(lines).isprintable() and lines[-1].endswith("File exists")
+    assert len(lines) == 6 and "".join(lines).isprintable() and lines[-1].endswith("choose another folder")
 
 
 @pytest.mark.parametrize(

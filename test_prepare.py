@@ -388,7 +388,7 @@ def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(here, tmp_path):
 
 def test_damaged_rows_and_a_missing_package_are_one_line(here, tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.parquet", ["one", None, "two"])
-    assert f"{path}:2: OSError: text is None" in refusal(run, path, tmp_path / "out")
+    assert f"{path}:2: OSError: text is None; should be a text" in refusal(run, path, tmp_path / "out")
     said = refusal(run, path, "--text_key=x", "--on_error=skip", tmp_path / "out")
     assert said == f"--text_key=x: {path} has the columns id text"
     assert run(path, "--on_error=skip", tmp_path / "out")[0]["train"] == whole(BYTES, ["one", "two"])

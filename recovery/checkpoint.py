@@ -218,6 +218,13 @@ def find(path):
     return step_path(path, steps[-1]) if steps else None
 
 
+def nothing_in(path):
+    """Return the message that there is no checkpoint in `path`. It names the latest one in the folder above."""
+    latest = find(Path(path).parent)
+    remedy = f"the latest is {latest}" if latest else "train one: torchrun train.py configs/tiny.py"
+    return f"there is no checkpoint in {path}; {remedy}"
+
+
 def verify(path, content, expected, what="its content does not match its checksum"):
     if content != expected:
         raise UserError(f"{path}: damaged: {what}; {REMEDY}")
@@ -311,7 +318,7 @@ def to_resume(config, tokenizer, data):
     path = find(place)
     if path is None:
         if chosen or (config.eval_only and not config.initial_weights):
-            raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
+            raise UserError(f"resume={config.resume}: {nothing_in(place)}")
         return None
     if config.resume == "none" and not restarted():
         raise UserError(f"resume=none: {config.out_dir} contains {path.name}; use another --out_dir")
@@ -353,7 +360,7 @@ def check_weights(config, tokenizer):
     """Raise UserError if `initial_weights` is no checkpoint of this model."""
     path = find(config.initial_weights)
     if path is None:
-        raise UserError(f"initial_weights={config.initial_weights}: there is no checkpoint")
+        raise UserError(f"initial_weights={config.initial_weights}: {nothing_in(config.initial_weights)}")
     # A longer seq_length, and with it another rotary_base, is a usual way to go on.
     names = [name for name in MUST_MATCH if name not in ("seed", "optimizer", "seq_length", "rotary_base")]
     refuse_other_model(config, tokenizer, path, read_index(path), names)
