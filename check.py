@@ -358,13 +358,18 @@ def updated(c, ops, rule):
 
 
 def frozen(c):
-    """Check that weights without a gradient stay as they are, and the others do not."""
+    """Check that weights without a gradient stay as they are, and the others do not. Name those not frozen."""
     step = one_step(c)
     if all(torch.equal(step.before[name], after) for name, after in step.after.items()):
         return "the update moves no weight: a rule writes into `weight`, in place"
     still = [name for name, (_, _, values) in step.gradients.items() if not values.any()]
     moved = [name for name in still if not torch.equal(step.before[name], step.after[name])]
-    return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: units.freeze"
+    if moved:
+        return f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: units.freeze"
+    specs = Model(c, Mesh().tp).specs()
+    if unused := [name for name in still if not specs[name].frozen]:
+        why = "no gradient: does forward use it? (RowParallelLinear leaves its bias to the next operation)"
+        raise Changed(f"{', '.join(unused[:4])}: {why}")
 
 
 @torch.no_grad()

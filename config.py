@@ -254,7 +254,11 @@ def own_fields(c):
 
     With FIELDS = {"window": 128} in mine.py and --own=window=64 it is {"window": 64}. `units` may ask for them.
     """
-    fields = dict(getattr(import_module(c.model), "FIELDS", {}))
+    fields = getattr(import_module(c.model), "FIELDS", {})
+    if not isinstance(fields, dict) or not {*map(type, fields.values())} <= {bool, int, float, str, tuple, list}:
+        right = "a dict of names and numbers, booleans, texts or lists"
+        raise UserError(f"{c.model}.py: FIELDS = {fields} should be {right}")
+    fields = dict(fields)
     for name, _, text in (word.partition("=") for word in re.split(r",(?=\w+=)", c.own) if word):
         if name not in fields:
             raise UserError(f"own={c.own}: {c.model}.py has no field {name} in FIELDS = {fields}")

@@ -81,6 +81,9 @@ def test_a_model_declares_fields(monkeypatch):
         assert refusal(configuration.own_fields, tiny_config(1, own=wrong)).startswith(
             f"own={wrong}: {name} should be like "
         )
+    for wrong in (["window"], {"window": None}, {"gate": torch.relu}):
+        monkeypatch.setattr(model, "FIELDS", wrong)
+        assert "should be a dict of names and numbers" in refusal(configuration.own_fields, tiny_config(1))
 
 
 @pytest.fixture(params=["gelu", "relu"])

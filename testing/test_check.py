@@ -10,6 +10,7 @@ import check
 import config
 import reference
 from conftest import needs_git
+from model import Block, LayerNorm
 from testing.judging import ROOT, copied, replaced, run
 from testing.tiny import refusal, stirred, tiny_config, write_tokens, wrong_gradients
 
@@ -150,6 +151,23 @@ def test_one_process_passes(tmp_path, name):
     arguments = dict(resumed=(here, c, 1), overflow=(here, c), first_losses=(here, c), kernels=(c, "auto"))
     cause = getattr(check, name)(*arguments.get(name, [c]))
     assert not cause, cause
+
+
+def test_a_weight_that_forward_does_not_use_is_named(monkeypatch):
+    """A RowParallelLinear whose bias is added nowhere. A frozen weight has no gradient either, on purpose."""
+    norm = LayerNorm.forward
+    without = lambda self, x, y=None, bias=None, drop=None: norm(self, x, y, None, drop)  # noqa: E731
+    monkeypatch.setattr(LayerNorm, "forward", without)
+    c = check.small(tiny_config(1))
+    assert "block0.proj.bias, block1.proj.bias: no gradient: does forward" in refusal(check.frozen, c)
+    build = Block.__init__
+
+    def freezes(self, *arguments):
+        build(self, *arguments)
+        self.proj.bias.frozen = True
+
+    monkeypatch.setattr(Block, "__init__", freezes)
+    assert not check.frozen(c)
 
 
 def test_an_older_triton_is_skipped(monkeypatch):
