@@ -255,6 +255,7 @@ def changed(schedule, change):
         ("1f1b", lambda lists: lists[2].append(Action("W", 7, 2)), "rank 2 has F and B and W of micro-batch 7"),
         ("1f1b", lambda lists: lists[3].append(Action("F", 2, 3)), "rank 3, action 16 (F of micro-batch 2, chunk 3)"),
         ("1f1b", lambda lists: lists[1].append(Action("G", 0, 1)), "rank 1, action 16 (G of micro-batch 0, chunk 1)"),
+        ("1f1b", lambda lists: lists[1].append(lists[2].pop()), "rank 1, action 16 (B of micro-batch 7, chunk 2)"),
         ("zb-h1", lambda lists: lists[0].insert(4, lists[0].pop(5)), "deadlock: rank 0, action 4 (W of micro-batch 0"),
         ("1f1b", lambda lists: lists[3].insert(0, lists[3].pop(1)), "deadlock: rank 3, action 0 (B of micro-batch 0"),
         ("chimera", lambda lists: lists[1].insert(0, Action("F", 0, 6)), "micro-batch 0 has actions in chunk 0 and in"),

@@ -24,7 +24,7 @@ from model import MLP, Block, Head, LayerNorm
 from operations import choose
 from parallel.optimizer import RULES, Rule
 from parallel.tensor import ColumnParallelLinear, ParamSpec, enter_pair, leave_pair
-from parallel.units import Model, freeze
+from parallel.units import Model, check_losses, freeze
 from recovery import checkpoint
 from testing.compare import same_tensor
 from testing.record import check_layout, one_step, record
@@ -322,6 +322,8 @@ def test_a_head_that_computes_with_its_losses_must_say_so():
     with computed_with(squared), mock.patch.object(Head, "reads_losses", False):
         said = refusal(one_step, tiny_config(1))
     assert said.endswith("set reads_losses = True in the head's class: then forward computes them")
+    y = torch.ones(2, requires_grad=True) + 1
+    assert refusal(check_losses, None, y, mock.Mock(targets=y)) == said, "a class without the attribute"
 
 
 def test_a_head_may_return_a_view_of_its_losses():
