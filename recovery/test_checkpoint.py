@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
 import zlib
@@ -134,6 +135,8 @@ def test_a_command_that_is_started_again_goes_on_with_its_own_checkpoint(
     assert checkpoint.all_steps(out) == [11, 12]
     earlier = configured(out, tokens_dir, resume=f"{out}/step_11", eval_only=True)  # in training it is refused
     assert checkpoint.to_resume(earlier, "bytes", None).name == "step_11"
+    shutil.copytree(straight(dtype="fp64") / "step_10", first)  # an evaluation takes what it is told
+    assert checkpoint.to_resume(configured(out, tokens_dir, resume=str(first), eval_only=True), "bytes", None) == first
 
 
 def test_a_run_keeps_the_latest_checkpoints_and_an_imported_step_0(tokens_dir, tmp_path):
@@ -166,7 +169,14 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
     (tmp_path / "step_junk").mkdir()
     assert fails(configured(tmp_path, "nowhere")).startswith("data_dir=nowhere: ")
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_junk"], "the disk stays full"
+    names, flush = set(), checkpoint.flush
+    monkeypatch.setattr(checkpoint, "flush", lambda path: (names.add(Path(path).name), flush(path)))
     go(configured(tmp_path, tokens_dir, train_iters=5))
+    saved = {path.name for path in (tmp_path / "step_5").iterdir()}
+    assert names == saved | {"step_5.writing", tmp_path.name}, "after a power failure a file may be empty"
+    files = os.listdir("/dev/fd")
+    flush(tmp_path)
+    assert os.listdir("/dev/fd") == files, "a flushed file stays open"
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_5", "step_junk"]
 
 

@@ -143,3 +143,9 @@ def test_a_set_without_validation_tokens_is_said(three, tmp_path, capsys):
     for name in ("en", "ja"):
         written(tmp_path / name, 9, SIZES[name], val=0)
     assert fails(configured(tmp_path / "b", three(6, 3, 1))).startswith("no val loss of en: seq_length=8: ")
+
+
+def test_two_sets_may_have_the_same_validation_text(three, tmp_path):
+    """Training would repeat samples, and is refused."""
+    copy = written(tmp_path / "copy", 0, SIZES["en"])
+    Mixture(f"{three(1, 1, 0)},3:{copy}", "val", 8, 100)
