@@ -160,7 +160,8 @@ def meshes(name):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
         try:
             with mock.patch("parallel.mesh._set_pg_timeout"):
-                found.append(Mesh(**MESHES[name][0]))
+                found.append(mesh := Mesh(**MESHES[name][0]))
+            mesh.new_world = mesh.world.group is not dist.group.WORLD
         finally:
             dist.destroy_process_group()
     return found
@@ -169,8 +170,10 @@ def meshes(name):
 @pytest.mark.parametrize("name, axis", GROUPS)
 def test_an_axis_has_its_groups(name, axis):
     groups, fields = GROUPS[name, axis], MESHES[name][0]
-    found = sorted({getattr(mesh, axis).ranks for mesh in meshes(name)})
+    ours = meshes(name)
+    found = sorted({getattr(mesh, axis).ranks for mesh in ours})
     assert found == groups, f"on 8 ranks with {fields}, the groups of {axis} are {found}, not {groups}"
+    assert axis != "world" or not any(mesh.new_world for mesh in ours), "the world has a new group, not WORLD's"
 
 
 @pytest.mark.parametrize("name", MESHES)

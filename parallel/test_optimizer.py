@@ -35,9 +35,9 @@ def buffers():
     return drawn(6), 4 * drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
 
 
-def adam(slide=1, inside=False, t=T):
+def adam(slide=1, inside=False, t=T, scaled=1):
     """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root."""
-    g, (_, _, (m, v)) = drawn(6, seed=1), buffers()
+    g, (_, _, (m, v)) = scaled * drawn(6, seed=1), buffers()
     m, v = B1 * m + slide * (1 - B1) * g, B2 * v + slide * (1 - B2) * g**2
     root = v / (1 - B2**t)
     return m, v, m / (1 - B1**t) / ((root + EPS).sqrt() if inside else root.sqrt() + EPS)
@@ -69,6 +69,7 @@ def test_adam_is_its_formula(what):
         "made with epsilon inside the root": adam(inside=True)[i],
         "made without the division by 1 - b^t": adam(t=1e9)[i],
         "made with b^(t+1)": adam(t=T + 1)[i],
+        "made without `scale`": adam(scaled=4)[i],
     }
     same_tensor(f"{what} of Adam", (m, v, direction)[i], adam()[i], wrong)
 

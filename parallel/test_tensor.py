@@ -98,6 +98,7 @@ def check_row_parallel(leave):
     rows = rows_of(tp, 8, cut=leave == "reduce_scatter")
     x = x.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
     our_w = with_buffer(w.chunk(tp.size, 1)[tp.rank])
+    our_w.deferred = products = []
     out = Linear.apply(x, our_w, None, None, leave, tp)
     share = (x @ our_w.T).detach()
     close_on(tp, "y", out.detach(), (y - bias)[rows], {"its own share, not the sum over tp": share[rows]})
@@ -105,6 +106,8 @@ def check_row_parallel(leave):
     our_dx = dx.chunk(tp.size, 1)[tp.rank]
     summed = {"t times too large: every rank has the same dy, so no sum over tp is needed": our_dx * tp.size}
     close_on(tp, "dx", x.grad, our_dx, other_slices(tp, dx, 1) | summed)
+    assert len(products) == 1 and not our_w.grad.any(), "action I: `w.deferred` gets the product, and `w.grad` nothing"
+    products[0].add()
     own_rows = {"made of its own rows of dy only, not of the gathered dy": dy[rows].T @ x.detach()[rows]}
     close_on(tp, "dw", our_w.grad, dw.chunk(tp.size, 1)[tp.rank], own_rows)
 
