@@ -274,4 +274,6 @@ SCHEDULES = {
 
 
 def usual_chunks(name):
-    return inspect.signature(SCHEDULES[name]).parameters["chunks"].default
+    if not (chunks := inspect.signature(SCHEDULES[name]).parameters.get("chunks")):
+        raise UserError(f"schedule={name}: its function should take (stages, microbatches, chunks=1)")
+    return chunks.default

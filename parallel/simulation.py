@@ -31,7 +31,7 @@ def build(name, stages, microbatches, chunks=1):
             raise UserError(f"{field}={value}: should be 1 or more")
     schedule = SCHEDULES[name](stages, microbatches, chunks)
     if not isinstance(schedule, Schedule):
-        raise UserError(f"schedule={name}: returns {schedule!r}; should return a Schedule")
+        raise UserError(f"schedule={name}: returns {schedule!r:.40}; should return a Schedule")
     if len(schedule.actions) != stages:
         raise UserError(f"{name}: has lists of actions for {len(schedule.actions)} ranks; should be {stages}")
     check_schedule(schedule, microbatches)
