@@ -168,6 +168,8 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head():
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989),
         ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),
+        ("NVIDIA A100-PCIE-40GB", "fp64", 19.5),
+        ("Tesla T4", "fp16", 65),
         ("Tesla V100-SXM2-16GB", "bf16", None),
         ("NVIDIA H200 NVL", "fp16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),

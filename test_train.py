@@ -26,6 +26,7 @@ import torch
 import log
 import train
 from accounts.metrics import read_metrics
+from config import Config
 from errors import LESS_MEMORY, UserError
 from parallel.comm import CommunicationError, agree, lost_peer
 from parallel.mesh import Axis, everyone
@@ -175,6 +176,8 @@ def test_sighup_stops_a_run_unless_it_was_ignored_at_the_start():
         assert stops(signal.SIGTERM) and not stops(signal.SIGHUP)
         with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID="1"):  # Slurm and torchrun both pass on a Ctrl-C
             assert stops(signal.SIGINT, 2)
+        with pytest.raises(KeyboardInterrupt):  # without torchrun, a second Ctrl-C ends the run at once
+            stops(signal.SIGINT, 2)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -716,6 +719,13 @@ def test_each_start_uses_its_own_part_of_a_kept_store():
         with ThreadPoolExecutor() as threads:
             parts = threads.map(lambda rank: processes.part_of_this_start(of_torchrun(), rank, 3), range(3))
         assert [part.add("ranks", 1) for part in parts] == [1, 2, 3] and not kept.check(["exception_dump"])
+
+
+def test_the_first_line_counts_data_ranks_that_read_other_samples():
+    """With cp=2, four data ranks are two pairs, which share their samples."""
+    mesh, model = SimpleNamespace(data=SimpleNamespace(size=4)), SimpleNamespace(num_parameters=lambda: 0)
+    run = SimpleNamespace(config=Config(cp=2), mesh=mesh, model=model, dtype="fp32", device=torch.device("cpu"))
+    assert "; dp=2 tp=1 cp=2 " in start.describe(run, None)
 
 
 def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, capsys, tmp_path):

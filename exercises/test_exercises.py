@@ -314,9 +314,25 @@ def test_the_chain_rule_equals_pytorchs_gradients(capsys):
 
 def test_a_power_law_is_a_line_in_the_logarithm(capsys):
     show.law()
-    bars = list(map(len, re.findall("#+", capsys.readouterr().out)))
+    text = capsys.readouterr().out
+    bars = list(map(len, re.findall("#+", text)))
     steps = {a - b for a, b in itertools.pairwise(bars[:7])} | {a - b for a, b in itertools.pairwise(bars[7:])}
     assert len(bars) == 14 and steps <= {4, 5}
+    rests = [float(rest) for rest in re.findall(r"(?m)\| +([\d.]+) \| #", text)]
+    said = re.findall(r"= ([\d.]+) times smaller", text)
+    assert said == [f"{rests[i] / rests[i + 1]:.2f}" for i in (0, 7)]
+
+
+def test_the_norm_of_lambs_update_is_that_of_the_weight(capsys):
+    show.norms()
+    rows = re.findall(r"(?m)^block\S+(?:qkv|proj|fc1|fc2)\.weight +\| +(\S+) \| +(\S+)$", capsys.readouterr().out)
+    assert len(rows) == 4 and all(weight == update for weight, update in rows)
+
+
+def test_the_slides_flops_stand_beside_yours(capsys):
+    show.flops()
+    rows = re.findall(r"(?m)^gpt3\S+ +\| +(\S+) \| +(\S+) \| +(\S+) ", capsys.readouterr().out)
+    assert len(rows) == 3 and all(float(c) == pytest.approx(5.7 * float(n) * float(d), rel=1e-3) for n, d, c in rows)
 
 
 def test_each_scheme_halves_the_flops_of_a_rank(capsys):

@@ -15,7 +15,7 @@ import torch
 import log
 import train
 from accounts.metrics import read_metrics
-from config import check
+from config import Config, check
 from data import Tokens
 from errors import UserError
 from parallel.comm import gather_objects
@@ -267,6 +267,13 @@ def test_only_a_table_of_positions_limits_the_samples(straight, tokens_dir, tmp_
     index = checkpoint.read_index(straight(dtype="fp64") / "step_10")
     del index["shapes"]["embedding.position"]
     checkpoint.refuse_other_model(configured(tmp_path, tokens_dir, seq_length=16), "bytes", "step_10", index, [])
+
+
+@pytest.mark.parametrize("name, value", [("norm_epsilon", 1e-6), ("rotary_base", 5e5)])
+def test_a_run_resumes_with_the_numbers_of_its_layers(name, value):
+    index = {"config": vars(Config(model="llama")), "tokenizer": "bytes", "shapes": {}}
+    other, names = Config(**{"model": "llama", name: value}), checkpoint.MUST_MATCH
+    assert f"{name}={value}: " in refusal(checkpoint.refuse_other_model, other, "bytes", "step_10", index, names)
 
 
 @pytest.mark.slow
