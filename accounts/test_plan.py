@@ -438,6 +438,13 @@ def test_pp_outermost_is_faster_on_many_nodes():
     assert both[1]["step_seconds"] < both[0]["step_seconds"]
 
 
+def test_the_sizes_of_the_data_sheets():
+    """GPUs of a node, and GB of memory."""
+    sizes = {name: (device.per_node, round(device.memory_bytes / 1e9)) for name, device in DEVICES.items()}
+    a100 = {"a100-40g": (8, 43), "a100-80g": (8, 86)}
+    assert sizes == {"v100-16g": (4, 17), "v100-32g": (8, 34), "h100": (8, 86), "h200": (8, 141)} | a100
+
+
 # --- too little memory ------------------------------------------------------------------------------------------------
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -451,6 +458,7 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_needs(monkeypatch):
     ):
         limits.refuse_too_large(c, 4, GPU)
     limits.refuse_too_large(replace(c, zero=1), 4, GPU)
+    limits.refuse_too_large(replace(c, eval_only=True), 4, GPU)  # it has parameters alone
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
