@@ -115,4 +115,11 @@ def test_on_a_gpu_no_step_waits_for_the_marks(monkeypatch):
         for run.counters.iteration in range(3):
             mesh.watch.started(Pending(None, work), axis, "gradients", "all_reduce").wait()
     assert synchronize.call_count == 0 and work.wait.call_count == 3
-    assert times.table(mesh) == {("reduce", "data", "gradients", "all_reduce"): [1, 1, 1]}
+    row = "reduce", "data", "gradients", "all_reduce"
+    assert times.table(mesh) == {row: [1, 1, 1]}
+
+    def with_a_late_rank(calls, world):
+        return [calls, [(*call, ended, ended) for *call, _, ended in calls]]  # it does not wait
+
+    monkeypatch.setattr(clock, "gather_objects", with_a_late_rank)
+    assert times.table(mesh) == {row: [1, 1, 0]}, "rank 0 waits for rank 1, and not for the wire"
