@@ -157,6 +157,14 @@ def test_larss_rates_are_the_papers(weight_decay):
             assert same, f"{n} after update {count}: |w| is {norms[0]:.8g}, and {norms[1]:.8g} by the paper's formula"
 
 
+@pytest.mark.parametrize("apply", [optimizer.apply_lamb, optimizer.apply_lars])
+@pytest.mark.parametrize("weight, gradient, after", [(2.0, 0.5, 0.0), (2.0, 0.0, 2.0), (0.0, 2.0, -2.0)])
+def test_without_one_of_the_norms_the_rate_is_the_usual_one(apply, weight, gradient, after):
+    w, g, m = (torch.tensor([value]) for value in (weight, gradient, 0.0))
+    apply(w, g, [m], weight, gradient, lr=1.0, decay=0.0, layerwise=True, beta1=0.9, lars_coefficient=1.0)
+    assert w == after
+
+
 UNTIED = dict(model="llama", untie_embeddings_and_output_weights=True)
 
 
