@@ -107,6 +107,7 @@ def test_the_papers_pictures():
     assert lists["zb-h1"][3] == "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7"
     assert lists["zb-h2"][0] == "F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7"
     assert lists["zb-h2"][3] == "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7"
+    assert short(build("chimera", 4, 4).actions[0]) == "F0 F2 F1 B1 F3 B3 B0 B2"  # its paper, section 3
     first = build("interleaved", 2, 4, 2).actions[0]  # rank 0 has chunks 0 and 2
     assert " ".join(f"{kind}{j}.{chunk}" for kind, j, chunk in first) == (
         "F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0 B2.2 B3.2 B2.0 B3.0"
