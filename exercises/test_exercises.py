@@ -211,7 +211,7 @@ def test_a_class_is_graded(tmp_path, monkeypatch, capsys):
         (tmp_path / name / "mine/8_schedules.py").write_bytes(text.encode("utf-8", "surrogateescape"))
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/mine").symlink_to("../right/mine")
-    (tmp_path / "right/mine/8.first").write_text("bubble = 3/11\nin_flight = 10\nin_flight_of_gpipe = 8\n")
+    (tmp_path / "right/mine/8.first").write_text("bubble = 0.275\nin_flight = 4.05\nin_flight_of_gpipe = 8\n")
     (tmp_path / "other/mine/8.txt").write_text("bubble = 1e999999999\nin_flight = 1/0\nin_flight_of_gpipe = nan\n")
     os.mkfifo(tmp_path / "piped/mine/8.first")
     monkeypatch.chdir(tmp_path)
@@ -251,6 +251,13 @@ def test_the_first_complete_predictions_are_kept(mine, monkeypatch, capsys):
     for answer in ("\uff13/11", "1"):
         out = said(answer)
         assert "judged" in out and "you あなた 3/11, the formula 正解 0.2727" in out, out
+
+
+@pytest.mark.parametrize("points, green", [(0, True), (1, False)])
+def test_a_bonus_may_stay_red(mine, monkeypatch, points, green):
+    (mine / "8_schedules.py").touch()
+    monkeypatch.setattr(exercise, "judge", lambda *_: [({"points": points, "idea": ["", ""]}, "no")])
+    assert exercise.judge_mine(8, mine, 60) == green
 
 
 def test_a_number_may_be_computed():
