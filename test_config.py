@@ -211,6 +211,16 @@ def test_the_check_does_not_grow_with_the_batch(monkeypatch):
         assert "interleaved needs a multiple of stages=4" in refusal(configuration.check, Config(**fields, **wrong), 4)
 
 
+def test_a_link_out_of_a_models_folder_is_refused(tmp_path):
+    """A copy of it would publish another file."""
+    (tmp_path / "model").mkdir()
+    for target in ("secret", "model/own"):
+        (tmp_path / target).write_text("x")
+        (tmp_path / "model" / f"link_to_{Path(target).name}").symlink_to(tmp_path / target)
+    assert errors.fetched(tmp_path / "model/link_to_own")
+    assert "out of its folder" in refusal(errors.fetched, tmp_path / "model/link_to_secret")
+
+
 # --- the lock ---------------------------------------------------------------------------------------------------------
 
 

@@ -169,11 +169,12 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
     (tmp_path / "step_junk").mkdir()
     assert fails(configured(tmp_path, "nowhere")).startswith("data_dir=nowhere: ")
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_junk"], "the disk stays full"
-    names, flush = set(), checkpoint.flush
-    monkeypatch.setattr(checkpoint, "flush", lambda path: (names.add(Path(path).name), flush(path)))
+    names, flush = [], checkpoint.flush
+    monkeypatch.setattr(checkpoint, "flush", lambda path: (names.append(Path(path).name), flush(path)))
     go(configured(tmp_path, tokens_dir, train_iters=5))
     saved = {path.name for path in (tmp_path / "step_5").iterdir()}
-    assert names == saved | {"step_5.writing", tmp_path.name}, "after a power failure a file may be empty"
+    assert {*names} == saved | {"step_5.writing", tmp_path.name}, "after a power failure a file may be empty"
+    assert names[-1] == tmp_path.name, "the new name must be on the disk"
     files = os.listdir("/dev/fd")
     flush(tmp_path)
     assert os.listdir("/dev/fd") == files, "a flushed file stays open"
