@@ -306,7 +306,7 @@ def content(entry):
 
 
 def mixture(entries):
-    """Return what is equal in `Mixture.state` of the same sets with the same shares."""
+    """Return the content and share of each set, in order: a run and its checkpoint must have the same."""
     return [(content(entry), entry["share"]) for entry in entries]
 
 

@@ -148,7 +148,7 @@ def train(run, tokens, validation, logger):
                 with interval.paused():
                     logger.say(f"saved {save(run, tokens, keep=0 if interval.bad_gradients else c.keep)}")
     if counters.iteration < c.train_iters:
-        again = "the same command (without --resume=none) resumes the run"
+        again = f"the same command{' (without --resume=none)' * (c.resume == 'none')} resumes the run"
         logger.say(f"stopped after iteration {counters.iteration}; {again}")
     else:
         logger.say(f"trained to iteration {counters.iteration}; python generate.py {quote(c.out_dir)}")
