@@ -21,7 +21,7 @@ from errors import UserError
 from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from recovery import checkpoint
-from testing.tiny import CPU, configured, curve, fails, few, go, tensor_files, write_tokens
+from testing.tiny import CPU, configured, curve, fails, few, go, refusal, tensor_files, write_tokens
 from testing.vocabularies import write_llamas
 from tokenizer import COPY, load_tokenizer
 
