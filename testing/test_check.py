@@ -1,5 +1,6 @@
 """check.py finds mistakes in a changed model, and says where. Each edit is made in a copy of the project."""
 
+import contextlib
 import runpy
 from types import SimpleNamespace
 from unittest import mock
@@ -10,7 +11,7 @@ import check
 import config
 import reference
 from conftest import needs_git
-from model import Block, LayerNorm
+from model import Block, Head, LayerNorm
 from testing.judging import ROOT, copied, replaced, run
 from testing.tiny import refusal, stirred, tiny_config, write_tokens, wrong_gradients
 
@@ -168,6 +169,24 @@ def test_a_weight_that_forward_does_not_use_is_named(monkeypatch):
 
     monkeypatch.setattr(Block, "__init__", freezes)
     assert not check.frozen(c)
+
+
+def test_a_value_that_forward_keeps_is_named(monkeypatch):
+    """Without its detach, the kept value has a graph that the second backward can't use."""
+    forward, stops = Head.forward, [True]
+
+    def keeps(self, x, batch):
+        self.kept = 0.9 * getattr(self, "kept", 0.0) + (x.detach() if stops[0] else x).square()
+        return forward(self, x + self.kept, batch)
+
+    @contextlib.contextmanager
+    def without_detach(file):
+        stops[0] = False
+        yield {"a place"}
+
+    monkeypatch.setattr(Head, "forward", keeps)
+    monkeypatch.setattr(check, "without_detach", without_detach)
+    assert "or a value that forward keeps?" in check.finite_differences(check.small(tiny_config(1)))
 
 
 def test_an_older_triton_is_skipped(monkeypatch):

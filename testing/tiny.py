@@ -144,7 +144,8 @@ def wrong_gradients(run):
     train = lambda: run.executor.run(iter([batch]), 1, 1.0).item()  # noqa: E731
     trained, repeated, plain = train(), train(), run.executor.evaluate([batch])[0].mean().item()
     if trained != repeated:
-        return f"a micro-batch has two losses, {trained:.8g} and {repeated:.8g}: random numbers? `ops.dropout` is right"
+        two = f"a micro-batch has two losses, {trained:.8g} and {repeated:.8g}"
+        return f"{two}: random numbers (`ops.dropout` is right), or a value that forward keeps?"
     loss, is_plain = train, math.isclose(trained, plain, rel_tol=1e-9)
     if is_plain:  # faster, because it has no backward
         loss = lambda: run.executor.evaluate([batch])[0].mean().item()  # noqa: E731
