@@ -256,6 +256,7 @@ def test_the_first_complete_predictions_are_kept(mine, monkeypatch, capsys):
 @pytest.mark.parametrize("points, green", [(0, True), (1, False)])
 def test_a_bonus_may_stay_red(mine, monkeypatch, points, green):
     (mine / "8_schedules.py").touch()
+    (mine / "8.txt").write_text("bubble = 1\nin_flight = 1\nin_flight_of_gpipe = 1\n")
     monkeypatch.setattr(exercise, "judge", lambda *_: [({"points": points, "idea": ["", ""]}, "no")])
     assert exercise.judge_mine(8, mine, 60) == green
 
