@@ -193,7 +193,7 @@ WSD = dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20)
         ([32], [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90))], dict(lr_warmup_iters=10)),
         ([5, 10, 55, 100], [0.5, 1, 0.55, 0.1], dict(lr_warmup_iters=10, lr_decay_style="linear")),
         ([5, 10, 55, 500], [0.5, 1, 1, 1], dict(lr_warmup_iters=10, lr_decay_style="constant")),
-        ([5, 10, 80, 90, 100], [0.5, 1, 1, 0.55, 0.1], WSD),
+        ([5, 10, 50, 80, 90, 100], [0.5, 1, 1, 1, 0.55, 0.1], WSD),
         ([10], [0.5], dict(lr_warmup_fraction=0.5, lr_decay_iters=40)),
         ([1], [0.5], dict(lr_warmup_iters=2, lr_warmup_fraction=0.5)),  # the number wins over the fraction
         ([1], [1], dict(lr_warmup_iters=0, lr_warmup_fraction=0.5, lr_decay_style="constant")),

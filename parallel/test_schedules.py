@@ -260,6 +260,7 @@ def changed(schedule, change):
         ("zb-h1", lambda lists: lists[0].insert(4, lists[0].pop(5)), "deadlock: rank 0, action 4 (W of micro-batch 0"),
         ("1f1b", lambda lists: lists[3].insert(0, lists[3].pop(1)), "deadlock: rank 3, action 0 (B of micro-batch 0"),
         ("chimera", lambda lists: lists[1].insert(0, Action("F", 0, 6)), "micro-batch 0 has actions in chunk 0 and in"),
+        ("1f1b", dict(parts=[]), "parts=[]"),
         ("1f1b", dict(parts=[0, 1, 3, 2]), "parts=[0, 1, 3, 2]"),
         ("1f1b", dict(placement=[0, 1, 2, 4]), "placement=[0, 1, 2, 4]"),
         ("1f1b", dict(placement=[0, 1, 2, 2]), "placement=[0, 1, 2, 2]"),
