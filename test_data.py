@@ -92,11 +92,13 @@ def test_permute_is_a_bijection_for_large_n(n):
     assert chi_square(np.bincount(places * 64 // n, minlength=64), len(i) / 64) < 5
 
 
-def test_the_order_of_samples_never_changes():
+def test_the_order_of_samples_never_changes(tmp_path):
     # an older run must resume with this order
     assert permute(np.arange(10), 10, keys(1234, 1)).tolist() == [2, 8, 5, 3, 6, 1, 9, 0, 7, 4]
     assert permute(np.arange(5), 10**6, keys(1234, 1)).tolist() == [546811, 587208, 919336, 345507, 342174]
     assert permute(np.array([0, 2**33]), 2**33 + 1, keys(-1, 5)[4:]).tolist() == [1419077843, 3495266281]
+    data = Tokens(write(tmp_path, range(9999), vocab_size=9999), "train", 7, 9999)
+    assert identity(data)["crc32"] == "958d2b99", "a checkpoint has this number of its data"
 
 
 def test_epochs_and_seeds_have_their_own_order():
