@@ -243,6 +243,17 @@ def with_rows(rows, check, *arguments):
         check(*arguments)
 
 
+def check_two_readers():
+    tp, x = Mesh(tp=2).tp, torch.ones(2, requires_grad=True)
+    y = Communicate.apply(x, "copy", tp, "t") + Communicate.apply(x, "copy", tp, "t")
+    y.backward(torch.ones(2))  # autograd gives both the same tensor
+    assert x.grad.tolist() == [4, 4], "the sum over tp has changed a gradient that another operation reads"
+
+
+def test_a_sum_over_tp_leaves_the_gradient_of_others(workers):
+    workers.check(2, check_two_readers)
+
+
 def check_linear_cross_entropy(enter, scale):
     """x is the identity matrix, so the logits are the table's columns: random, times `scale`, some +-1e4."""
     tp, n = all_ranks_as_tp(), len(EDGES) + 4
