@@ -233,6 +233,7 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
         with pytest.raises(UserError, match=r"train.bin: the id 300 is not in the vocabulary"):
             for _ in range(data.num_samples // 64 + 1):
                 next(loader)
+    assert "the id 300" in refusal(Tokens, write(tmp_path, tokens[90_000:]), "train", 7, 257)  # before training
 
 
 def test_a_file_that_can_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
