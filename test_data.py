@@ -216,15 +216,6 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 # -- errors
 
 
-def test_another_first_or_last_token_makes_another_data_set(tmp_path):
-    """A resume compares `identity`, which reads pages of the whole file."""
-    row, sums = np.zeros(10**5, np.uint16), set()
-    for place in ([], 0, -1):
-        row[place] = 1
-        sums.add(identity(Tokens(write(tmp_path, row), "train", 7, 257))["crc32"])
-    assert len(sums) == 3
-
-
 def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):
     tokens = np.zeros(2**17, int)
     tokens[100_000] = 300
