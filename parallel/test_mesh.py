@@ -27,7 +27,11 @@ def check_collectives():
     assert gathered.flatten().tolist() == [i + 10 * r for r in range(n) for i in range(6)]
     part = comm.reduce_scatter(torch.arange(2.0 * n) + rank, mesh.data, "t").wait()
     assert part.tolist() == [n * i + sum(range(n)) for i in (2 * rank, 2 * rank + 1)]
+    exchanged = comm.all_to_all(torch.arange(1.0 * n) + n * rank, mesh.data, "t").wait()
+    assert exchanged.tolist() == [rank + n * r for r in range(n)]
+    assert mesh.data.waited == f"rank {rank} waited for ranks {[r for r in range(n) if r != rank]}"
     assert mesh.watch.ledger.rows == {
+        ("setup", "data", "t", "all_to_all"): [1, 4 * (n - 1)],
         ("setup", "data", "t", "all_reduce"): [2, 2 * Fraction(2 * (n - 1) * 24, n)],
         ("setup", "data", "t", "all_gather"): [1, Fraction((n - 1) * 24 * n, n)],
         ("setup", "data", "t", "reduce_scatter"): [1, Fraction((n - 1) * 8 * n, n)],

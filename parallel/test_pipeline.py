@@ -171,6 +171,7 @@ def whole_gradients_at_products(config):
 
     with mock.patch.object(tensor.WeightGradient, "add", watching):
         train.train_step(run, tiny_batches(run))
+    assert not any(p.deferred for p in run.model.parameters())
     return alive
 
 
