@@ -290,6 +290,8 @@ def test_your_own_schedule(monkeypatch, capsys):
     assert "schedule=mine: returns None" in refusal(build, "mine", 2, 2)
     monkeypatch.setitem(SCHEDULES, "mine", lambda stages, *rest: mine(stages + 1, *rest))
     assert refusal(build, "mine", 2, 2) == "mine: has lists of actions for 3 ranks; should be 2"
+    monkeypatch.setitem(SCHEDULES, "mine", lambda stages, *rest: mine(stages, 1))
+    assert "has no action of micro-batch 1" in refusal(build, "mine", 2, 2)
     monkeypatch.setitem(SCHEDULES, "mine", lambda stages, microbatches: None)
     assert "should take (stages, microbatches, chunks=1)" in refusal(usual_chunks, "mine")
 
