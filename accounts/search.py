@@ -33,7 +33,7 @@ from accounts.seconds import Step, schedule
 from errors import UserError
 from operations import DTYPES
 from parallel import schedules, simulation
-from parallel.layout import Layout, number_of_micro_batches, tokens_of_rank
+from parallel.layout import Layout, all_buckets, number_of_micro_batches, tokens_of_rank
 from parallel.tensor import ROWS
 from parallel.units import unit_specs
 
@@ -67,15 +67,16 @@ class ByteTable:
     def __init__(self, config):
         self.config, self.unit_specs, self.item = config, unit_specs(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)
+        self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
         self.flops = cache(lambda recompute: hardware_flops(replace(config, recompute=recompute), 1))
         self.sizes = cache(lambda layout: zero_states.sizes(layout.config, self.item, self.wide, on_cpu=False))
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` with these SEARCHED and b = 1."""
+        """Return the `layout.Layout` with these SEARCHED and b = 1, which keeps its buckets."""
         c = replace(self.config, **dict(zip(SEARCHED, (*fields, 1), strict=True)))
         # A layout is the same for each m. A reader's schedule may need an even one.
-        layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, 2 * c.pp, c.chunks))
+        layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, 2 * c.pp, c.chunks), self.buckets(c.tp, dp))
         layout.buckets = cache(layout.buckets)
         return layout
 

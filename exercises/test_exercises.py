@@ -130,6 +130,7 @@ def test_a_student_s_endless_loop_ends_with_the_judge(number, tmp_path):
     wait_until(lambda: not running(int(pid.read_text())))
 
 
+@pytest.mark.slow
 def test_an_answer_that_prints_for_ever_ends(tmp_path, monkeypatch):
     """By the clock, or by its CPU time, even if the clock stands."""
     loop = "import time\nwhile True: print(1, flush=True)"
@@ -278,6 +279,7 @@ def test_the_command_of_every_hunt_is_accepted():
         configuration.check(configuration.load(["configs/short_run.py", *fields]), int(processes))
 
 
+@pytest.mark.slow
 def test_a_hunt_hides_its_defect_and_accepts_a_mend_that_breaks_nothing_else(mine, monkeypatch, capsys):
     quick = "warm-up-of-the-wrong-end", "attention-sees-later-tokens"
     defect, other = hunts = [hunt for hunt in exercise.HUNTS if hunt.name in quick]

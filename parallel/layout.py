@@ -122,10 +122,11 @@ def all_buckets(unit_specs, tp, data_ranks):
 class Layout:
     """The layout of `config` on `data_ranks` ranks that share parameters (dp cp).
 
-    schedule: with any number of micro-batches. shards: the number of shards of a bucket (ZeRO stage 0: 1).
+    schedule: with any number of micro-batches. shards: the number of shards of a bucket (ZeRO stage 0: 1). buckets:
+    `all_buckets` of another Layout with the same unit_specs, tp and data_ranks.
     """
 
-    def __init__(self, config, data_ranks, unit_specs, schedule):
+    def __init__(self, config, data_ranks, unit_specs, schedule, buckets=None):
         self.config, self.data_ranks, self.unit_specs = config, data_ranks, unit_specs
         self.shards = data_ranks // config.zero_copies if config.zero else 1
         self.zero_stage = config.zero if self.shards > 1 else 0  # one data rank shards nothing
@@ -133,7 +134,7 @@ class Layout:
         self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices
         self.placement = schedule.placement
         self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in unit_specs]
-        self.all_buckets = all_buckets(unit_specs, config.tp, data_ranks)
+        self.all_buckets = buckets or all_buckets(unit_specs, config.tp, data_ranks)
         self.holders_of = {name: set() for name in self.all_buckets}
         for chunk, units in enumerate(self.units):
             for name in self.names(units):
