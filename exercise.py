@@ -12,9 +12,10 @@
     options: --limit=120   seconds of CPU time that judging an exercise may need, or ten times as many on the clock
              --csv=FILE    where `grade` writes its table, too
 
-Predict first: `start` asks for two or three numbers. Nothing is judged before you have answered all: the lamps' ideas
-tell them. Your file stands in for the project's in a copy of the last commit, and each test there is a lamp with the
-idea that it stands for. A bonus lamp may stay red. What else of the file you changed is listed.
+Predict first: `start` asks for two or three numbers. The right numbers, tables and the lamps' ideas, which have the
+formulas, are shown once you have answered all. Your file stands in for the project's in a copy of the last commit, and
+each test there is a lamp with the idea that it stands for. A bonus lamp may stay red. What else of the file you changed
+is listed.
 
 A hunt: train in the project and in mine/hunt, see the symptom, find the defect, mend it. Train other layouts and one
 process, too: change the fields of the command. Losses, norms, bytes beside their formulas, copies and errors are the
@@ -362,20 +363,21 @@ def judge_mine(number, mine, limit):
     """Judge the answer and the predictions in a folder mine/, and print all. Return whether the exercise is green."""
     e, text, answers = exercise(number), answer_of(number, mine), compared(number, mine)
     todo = ", ".join(f"{q['name']} = {shown(answer[:NOTE])}" for q, answer, _, good in answers if good is None)
-    if todo and mine == MINE:
-        raise UserError(f"mine/{number}.txt: first answer with a number まず数で答えてください: {todo}")
+    hidden = todo and mine == MINE
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
-    judged = judge(number, text, limit, e["show"])
+    judged = judge(number, text, limit, () if hidden else e["show"])
     print(title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
     if changed := also_changed(number, text):
         print(f"also changed ほかの変更: {shown(', '.join(changed))}")
-    for q, answer, right, good in answers:
+    for q, answer, right, good in () if hidden else answers:
         why = "" if good else f": {q['derivation']}"
         said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
         print(mark(good), said, sep="  ")
-    for lamp, message in judged:
-        bad = "red" if lamp["points"] else "bonus"
-        print(mark(message is None, bad), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
+    if hidden:
+        print(f"mine/{number}.txt: not yet a number, then all is shown 全問に数で答えると、すべて表示されます: {todo}")
+    for i, (lamp, message) in enumerate(judged, 1):
+        bad, idea = "red" if lamp["points"] else "bonus", [f"lamp ランプ {i}"] if hidden else lamp["idea"]
+        print(mark(message is None, bad), "\n       ".join(idea), sep="  ")
         reason = message or ""
         lines = [line for line in reason.splitlines() if line.strip(" ^~") and "-v to get" not in line]
         lines = lines[-6:] if "Traceback" in reason else lines[:LINES]
