@@ -42,7 +42,7 @@ def timelines(name):
         except Exception as error:
             if str(error).startswith(("stages=", "microbatches=")):
                 continue
-            pytest.fail(f"{where}: {type(error).__name__}: {error}", pytrace=False)
+            raise pytest.fail.Exception(f"{where}: {type(error).__name__}: {error}", pytrace=False) from None
         for costs in COSTS:
             yield where, dict(p=p, m=m, v=v, **costs), simulate(schedule, costs)
 
