@@ -176,12 +176,12 @@ def test_a_value_that_forward_keeps_is_named(monkeypatch):
     forward, stops = Head.forward, [True]
 
     def keeps(self, x, batch):
-        self.kept = 0.9 * getattr(self, "kept", 0.0) + (x.detach() if stops[0] else x).square()
+        self.kept = 0.9 * getattr(self, "kept", 0.0) + (x.detach() if stops else x).square()
         return forward(self, x + self.kept, batch)
 
     @contextlib.contextmanager
     def without_detach(file):
-        stops[0] = False
+        stops.clear()
         yield {"a place"}
 
     monkeypatch.setattr(Head, "forward", keeps)
