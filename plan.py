@@ -30,7 +30,7 @@ v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of t
 bubble: share of the pipeline's time (computation, bubble, messages). days: of train_iters whole batches, or --tokens.
 waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
 Expected error of a step of a GPT on A100 and H100: {seconds.ERROR:.0%} with samples of 2,048 tokens (17 of 19
-published runs), {seconds.LONG_ERROR:.0%} with more than 4,096, up to 47% below 2,048. For V100 it is unknown; one run
+published runs), {seconds.LONG_ERROR:.0%} with more than 4,096, up to 43% below 2,048. For V100 it is unknown; one run
 of Llama: 2%."""
 
 
