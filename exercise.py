@@ -374,7 +374,7 @@ def judge_mine(number, mine, limit):
         said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
         print(mark(good), said, sep="  ")
     if hidden:
-        print(f"mine/{number}.txt: not yet a number, then all is shown 全問に数で答えると、すべて表示されます: {todo}")
+        print(f"mine/{number}.txt: all is shown once these are numbers 全問に数で答えると、すべて表示されます: {todo}")
     for i, (lamp, message) in enumerate(judged, 1):
         bad, idea = "red" if lamp["points"] else "bonus", [f"lamp ランプ {i}"] if hidden else lamp["idea"]
         print(mark(message is None, bad), "\n       ".join(idea), sep="  ")
