@@ -26,7 +26,7 @@ NUMBERS, QKV, ROW = random(37), random(4, 3, 8), torch.zeros(8)
 DEFECTS = {  # name: (arguments of `copy`, its options, error, the error's words)
     "a load": ((NUMBERS, torch.zeros(37), 37, 1), {}, OutOfBounds, r"\(2, 0, 0\), lane 4, loads x\[37\]"),
     "a load before": ((NUMBERS, torch.zeros(37), 37, -1), {}, OutOfBounds, r"\(0, 0, 0\), lane 0, loads x\[-1\]"),
-    "far away": ((NUMBERS, torch.zeros(37), 37, -(1 << 40)), {}, OutOfBounds, r"lane 0, loads x\[-1099511627776\]"),
+    "far away": ((NUMBERS, torch.zeros(37), 37, 1 << 40), {}, OutOfBounds, r"lane 0, loads x\[1099511627776\]"),
     "a store": ((NUMBERS, torch.zeros(31), 32, 0), {}, OutOfBounds, r"stores y\[31\]"),
     "another argument": ((NUMBERS[:16], NUMBERS[16:], 16, 1), {}, OutOfBounds, r"loads x\[16\]"),
     "between a view's rows": ((QKV[:, 0], ROW, 8, 8), dict(BLOCK=8), OutOfBounds, r"loads x\[8\].* \[4, 8\]"),
