@@ -117,6 +117,7 @@ def small(c, given=()):
 
 
 def finite_differences(c):
+    """Compare the gradients with slopes of the loss. Without the reader's `detach` they may agree: `changed`."""
     run = stirred(c, num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length))
     if wrong := wrong_gradients(run):
         with without_detach(f"{c.model}.py") as places, contextlib.suppress(Changed):

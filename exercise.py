@@ -369,12 +369,13 @@ def judge_mine(number, mine, limit):
     print(title(number), f"your file あなたのファイル: {answer_path(number, mine)}", sep="\n")
     if changed := also_changed(number, text):
         print(f"also changed ほかの変更: {shown(', '.join(changed))}")
-    for q, answer, right, good in () if hidden else answers:
+    if hidden:
+        print(f"mine/{number}.txt: all is shown once these are numbers 全問に数で答えると、すべて表示されます: {todo}")
+        answers = []
+    for q, answer, right, good in answers:
         why = "" if good else f": {q['derivation']}"
         said = f"{q['name']}: you あなた {shown(answer[:NOTE])}, the formula 正解 {right:,.10g}{why}"
         print(mark(good), said, sep="  ")
-    if hidden:
-        print(f"mine/{number}.txt: all is shown once these are numbers 全問に数で答えると、すべて表示されます: {todo}")
     for i, (lamp, message) in enumerate(judged, 1):
         bad, idea = "red" if lamp["points"] else "bonus", [f"lamp ランプ {i}"] if hidden else lamp["idea"]
         print(mark(message is None, bad), "\n       ".join(idea), sep="  ")

@@ -274,6 +274,7 @@ SCHEDULES = {
 
 
 def usual_chunks(name):
-    if not (chunks := inspect.signature(SCHEDULES[name]).parameters.get("chunks")):
+    chunks = inspect.signature(SCHEDULES[name]).parameters.get("chunks")
+    if chunks is None or chunks.default is chunks.empty:
         raise UserError(f"schedule={name}: its function should take (stages, microbatches, chunks=1)")
     return chunks.default

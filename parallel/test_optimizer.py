@@ -36,7 +36,10 @@ def buffers():
 
 
 def adam(slide=1, inside=False, t=T, scaled=1):
-    """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root."""
+    """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root.
+
+    scaled: a factor on the gradient.
+    """
     g, (_, _, (m, v)) = scaled * drawn(6, seed=1), buffers()
     m, v = B1 * m + slide * (1 - B1) * g, B2 * v + slide * (1 - B2) * g**2
     root = v / (1 - B2**t)

@@ -292,8 +292,9 @@ def test_your_own_schedule(monkeypatch, capsys):
     assert refusal(build, "mine", 2, 2) == "mine: has lists of actions for 3 ranks; should be 2"
     monkeypatch.setitem(SCHEDULES, "mine", lambda stages, *rest: mine(stages, 1))
     assert "has no action of micro-batch 1" in refusal(build, "mine", 2, 2)
-    monkeypatch.setitem(SCHEDULES, "mine", lambda stages, microbatches: None)
-    assert "should take (stages, microbatches, chunks=1)" in refusal(usual_chunks, "mine")
+    for wrong in (lambda stages, microbatches: None, lambda stages, microbatches, chunks: None):
+        monkeypatch.setitem(SCHEDULES, "mine", wrong)
+        assert "should take (stages, microbatches, chunks=1)" in refusal(usual_chunks, "mine")
 
 
 # --- the drawing ------------------------------------------------------------------------------------------------------
