@@ -37,7 +37,6 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 def work(rank, pipe, last):
     """Answer the calls that arrive by `pipe`, until it closes. last: the name of this rank's last communication."""
     torch.set_num_threads(1)
-    gc.freeze()  # `gc.collect` below leaves out what the imports made
     stay_on_this_host()
     tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a killed process would leave behind
     comm.lost_peer = noting(comm.lost_peer, last)
@@ -63,6 +62,7 @@ def work(rank, pipe, last):
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # a mesh is in a cycle of references: only this ends its groups and their threads
+            gc.freeze()  # the next `gc.collect` leaves out what imports and caches keep
 
 
 def noting(lost_peer, last):
